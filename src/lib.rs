@@ -5,3 +5,10 @@
 
 // Layer 0, base: errors, operating system, text.
 pub mod error;
+
+// Layer 1, formats: bytes to values.
+pub mod float;
+pub mod quant;
+
+// Layer 2, arithmetic and shape.
+pub mod kernels;

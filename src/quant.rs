@@ -1,0 +1,331 @@
+//! Weight encodings: how many bytes a matrix takes, how its format is recognised, and how a row
+//! becomes `f32`.
+//!
+//! A matrix is `[rows, cols]` = [output features, input features], row-major. Three families of
+//! files hold them:
+//!
+//! * plain floats: `F32`, `BF16`, `F16`;
+//! * the container: `NAME` is flat `U8` bytes, `NAME.qs` its `F32` scales, and no tag says which
+//!   format it is. [`resolve`] decides by exact byte counts and refuses whatever does not fit one
+//!   format exactly (an optional stamp decides the one real ambiguity);
+//! * published checkpoints: FP8 E4M3 with `NAME_scale_inv`, NVFP4 with `NAME_scale` and
+//!   `NAME_scale_2`.
+//!
+//! | format | weight bytes | scales | value |
+//! |---|---|---|---|
+//! | int8 row | O·I | O | q · s[o], q in −128…127 |
+//! | int4 row | O·⌈I/2⌉ | O | (nibble − 8) · s[o], even column in the low nibble |
+//! | int2 row | O·⌈I/4⌉ | O | (field − 2) · s[o], lowest bits first |
+//! | int4 group | O·⌈I/2⌉ | O·⌈I/g⌉ | as int4, scale of column group i / g |
+//! | int3 g64 | O·⌈I/64⌉·24 | O·⌈I/64⌉ | (code − 4) · s; 16 bytes low bit pairs, 8 bytes high bits |
+//! | fp8 block | O·I | ⌈O/128⌉·⌈I/128⌉ | e4m3 · s[o/128, i/128] |
+//! | nvfp4 | O·I/2 | O·I/16 e4m3 and one f32 | e2m1 · e4m3 · s2 |
+//!
+//! Refused by name: the E8 lattice (its weights need rotated activations), UE8M0 block scales,
+//! and entropy-coded blobs.
+
+#![forbid(unsafe_code)]
+
+use crate::bail;
+use crate::error::Result;
+use crate::float::{E2M1, E4M3, bf16_to_f32, f16_to_f32, f32_at};
+use std::fmt;
+
+/// Side of an FP8 scale block, in rows and in columns.
+pub const FP8_BLOCK: usize = 128;
+/// Columns that share one NVFP4 block scale.
+pub const NVFP4_BLOCK: usize = 16;
+/// Columns that share one int3 scale; they take [`INT3_BLOCK_BYTES`].
+pub const INT3_BLOCK: usize = 64;
+/// Bytes of 64 int3 weights: 16 of low bit pairs, then 8 of high bits.
+pub const INT3_BLOCK_BYTES: usize = 24;
+/// Group sizes that a converter may have used for int4, in the order in which they are tried.
+pub const INT4_GROUPS: [usize; 8] = [16, 32, 48, 64, 96, 128, 192, 256];
+
+/// How the weights of one matrix are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Format {
+    /// Little-endian `f32`.
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// IEEE half.
+    F16,
+    /// Signed bytes, one scale a row.
+    Int8Row,
+    /// Nibbles, one scale a row.
+    Int4Row,
+    /// Two-bit fields, one scale a row.
+    Int2Row,
+    /// Nibbles, one scale per group of this many columns.
+    Int4Group(usize),
+    /// Three-bit codes, one scale per 64 columns.
+    Int3Group64,
+    /// E4M3 bytes, one `f32` scale per 128×128 block.
+    Fp8Block,
+    /// E2M1 nibbles, one E4M3 scale per 16 columns, one `f32` for the whole matrix.
+    Nvfp4,
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match self {
+            Format::F32 => "f32",
+            Format::Bf16 => "bf16",
+            Format::F16 => "f16",
+            Format::Int8Row => "int8-row",
+            Format::Int4Row => "int4-row",
+            Format::Int2Row => "int2-row",
+            Format::Int4Group(group) => return write!(f, "int4-g{group}"),
+            Format::Int3Group64 => "int3-g64",
+            Format::Fp8Block => "fp8-e4m3-b128",
+            Format::Nvfp4 => "nvfp4",
+        };
+        f.write_str(name)
+    }
+}
+
+impl Format {
+    /// Bytes of one row of `cols` weights.
+    pub const fn row_bytes(self, cols: usize) -> usize {
+        match self {
+            Format::F32 => cols * 4,
+            Format::Bf16 | Format::F16 => cols * 2,
+            Format::Int8Row | Format::Fp8Block => cols,
+            Format::Int4Row | Format::Int4Group(_) | Format::Nvfp4 => cols.div_ceil(2),
+            Format::Int2Row => cols.div_ceil(4),
+            Format::Int3Group64 => cols.div_ceil(INT3_BLOCK) * INT3_BLOCK_BYTES,
+        }
+    }
+
+    /// Bytes of the scales of a `[rows, cols]` matrix (the NVFP4 scalar is not among them).
+    pub const fn scale_bytes(self, rows: usize, cols: usize) -> usize {
+        match self {
+            Format::F32 | Format::Bf16 | Format::F16 => 0,
+            Format::Int8Row | Format::Int4Row | Format::Int2Row => rows * 4,
+            Format::Int4Group(group) => rows * cols.div_ceil(group) * 4,
+            Format::Int3Group64 => rows * cols.div_ceil(INT3_BLOCK) * 4,
+            Format::Fp8Block => rows.div_ceil(FP8_BLOCK) * cols.div_ceil(FP8_BLOCK) * 4,
+            Format::Nvfp4 => rows * cols.div_ceil(NVFP4_BLOCK),
+        }
+    }
+}
+
+/// Finds the format of a container matrix `[rows, cols]` from its byte counts.
+///
+/// `weight_bytes` and `scale_bytes` are the sizes of `NAME` and `NAME.qs`, `stamp` the format
+/// name that the file claims for it, if any. The sizes are tested in a fixed order: bytes, then
+/// nibbles, then bit pairs, then int3. Two cases are documented choices: a 4-bit matrix whose
+/// scales fit several group sizes takes the smallest, and one whose `O` equals its number of
+/// 128×128 blocks (the o_proj of GLM-5.2) is int8 unless stamped FP8.
+///
+/// Errors: any size that no format has, and a stamp that names another format than the sizes do.
+pub fn resolve(
+    rows: usize,
+    cols: usize,
+    weight_bytes: u64,
+    scale_bytes: u64,
+    stamp: Option<&str>,
+) -> Result<Format> {
+    let weights = |format: Format| (rows as u64) * format.row_bytes(cols) as u64 == weight_bytes;
+    let scales = |format: Format| format.scale_bytes(rows, cols) as u64 == scale_bytes;
+    let lattice = (rows as u64) * cols.div_ceil(256) as u64 * 98 == weight_bytes;
+    if stamp == Some("e8-iq3-lattice") || (stamp.is_none() && lattice && scale_bytes == 4) {
+        bail!("format e8-iq3-lattice is not supported (its weights need rotated activations)");
+    }
+    let fits = |format: &Format| weights(*format) && scales(*format);
+    let format = if weights(Format::Int8Row) {
+        let stamped = [Format::Int8Row, Format::Fp8Block]
+            .into_iter()
+            .find(|format| fits(format) && stamp == Some(format.to_string().as_str()));
+        stamped.or([Format::Int8Row, Format::Fp8Block].into_iter().find(fits))
+    } else if weights(Format::Int4Row) {
+        let groups = INT4_GROUPS.into_iter().filter(|group| *group <= cols).map(Format::Int4Group);
+        [Format::Int4Row].into_iter().chain(groups).find(fits)
+    } else {
+        [Format::Int2Row, Format::Int3Group64].into_iter().find(fits)
+    };
+    let Some(format) = format else {
+        bail!(
+            "no known format of a [{rows}, {cols}] matrix has {weight_bytes} weight bytes with \
+             {scale_bytes} scale bytes"
+        );
+    };
+    let stamp_fits = match (stamp, format) {
+        (None, _) => true,
+        (Some(stamp), Format::Int4Group(_)) => stamp == "int4-grouped",
+        (Some(stamp), format) => stamp == format.to_string(),
+    };
+    if !stamp_fits {
+        bail!("stamped {}, but its bytes are those of {format}", stamp.unwrap_or_default());
+    }
+    Ok(format)
+}
+
+/// The bytes of a matrix, borrowed: what a kernel needs to decode any row.
+#[derive(Clone, Copy)]
+pub struct Encoded<'a> {
+    /// How `weights` and `scales` are to be read.
+    pub format: Format,
+    /// Output features O.
+    pub rows: usize,
+    /// Input features I.
+    pub cols: usize,
+    /// O rows of `format.row_bytes(cols)` bytes.
+    pub weights: &'a [u8],
+    /// `format.scale_bytes(rows, cols)` bytes.
+    pub scales: &'a [u8],
+    /// Factor of the whole matrix: the second scale of NVFP4, 1 elsewhere.
+    pub scalar: f32,
+}
+
+impl Encoded<'_> {
+    /// Decodes row `row` into `out[0..cols]`.
+    ///
+    /// Each value is (code as an exact `f32`) · scale, rounded once.
+    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
+        assert_eq!(out.len(), self.cols, "a decoded row has one value per column");
+        let row_bytes = self.format.row_bytes(self.cols);
+        let bytes = &self.weights[row * row_bytes..(row + 1) * row_bytes];
+        let row_scale = |index: usize| f32_at(self.scales, index);
+        match self.format {
+            Format::F32 => {
+                for (i, value) in out.iter_mut().enumerate() {
+                    *value = f32_at(bytes, i);
+                }
+            }
+            Format::Bf16 => decode_u16(bytes, out, bf16_to_f32),
+            Format::F16 => decode_u16(bytes, out, f16_to_f32),
+            Format::Int8Row => {
+                let scale = row_scale(row);
+                for (value, byte) in out.iter_mut().zip(bytes) {
+                    *value = *byte as i8 as f32 * scale;
+                }
+            }
+            Format::Int4Row => decode_int4(bytes, row_scale(row), out),
+            Format::Int2Row => {
+                let scale = row_scale(row);
+                for (i, value) in out.iter_mut().enumerate() {
+                    *value = (low_pair(bytes, i) as i32 - 2) as f32 * scale;
+                }
+            }
+            Format::Int4Group(group) => {
+                let first = row * self.cols.div_ceil(group);
+                // A group of 16…256 columns starts at an even column, so on a byte.
+                let groups = out.chunks_mut(group).zip(bytes.chunks(group / 2));
+                for (g, (out, bytes)) in groups.enumerate() {
+                    decode_int4(bytes, row_scale(first + g), out);
+                }
+            }
+            Format::Int3Group64 => {
+                let first = row * self.cols.div_ceil(INT3_BLOCK);
+                let blocks = out.chunks_mut(INT3_BLOCK).zip(bytes.chunks(INT3_BLOCK_BYTES));
+                for (b, (out, bytes)) in blocks.enumerate() {
+                    decode_int3(bytes, row_scale(first + b), out);
+                }
+            }
+            Format::Fp8Block => {
+                let first = row / FP8_BLOCK * self.cols.div_ceil(FP8_BLOCK);
+                let blocks = out.chunks_mut(FP8_BLOCK).zip(bytes.chunks(FP8_BLOCK));
+                for (b, (out, bytes)) in blocks.enumerate() {
+                    let scale = row_scale(first + b);
+                    for (value, byte) in out.iter_mut().zip(bytes) {
+                        *value = E4M3[*byte as usize] * scale;
+                    }
+                }
+            }
+            Format::Nvfp4 => {
+                let blocks = self.cols.div_ceil(NVFP4_BLOCK);
+                let scales = &self.scales[row * blocks..(row + 1) * blocks];
+                for (i, value) in out.iter_mut().enumerate() {
+                    // code · block scale is exact in f32 (2 + 4 significant bits).
+                    let block = E4M3[scales[i / NVFP4_BLOCK] as usize];
+                    *value = E2M1[nibble(bytes, i) as usize] * block * self.scalar;
+                }
+            }
+        }
+    }
+}
+
+/// Nibble of column `i`: the even column is the low one.
+fn nibble(bytes: &[u8], i: usize) -> u8 {
+    bytes[i / 2] >> (4 * (i % 2)) & 15
+}
+
+/// Two-bit field of column `i`, lowest bits first.
+fn low_pair(bytes: &[u8], i: usize) -> u8 {
+    bytes[i / 4] >> (2 * (i % 4)) & 3
+}
+
+fn decode_u16(bytes: &[u8], out: &mut [f32], convert: fn(u16) -> f32) {
+    for (value, pair) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+        *value = convert(u16::from_le_bytes([pair[0], pair[1]]));
+    }
+}
+
+/// The high nibble behind an odd last column is padding: writers differ in it, so it is not read.
+fn decode_int4(bytes: &[u8], scale: f32, out: &mut [f32]) {
+    for (i, value) in out.iter_mut().enumerate() {
+        *value = (nibble(bytes, i) as i32 - 8) as f32 * scale;
+    }
+}
+
+/// One block of up to 64 columns; codes behind a ragged end are padding and not read.
+fn decode_int3(bytes: &[u8], scale: f32, out: &mut [f32]) {
+    let (low, high) = bytes.split_at(16);
+    for (i, value) in out.iter_mut().enumerate() {
+        let code = low_pair(low, i) + 4 * (high[i / 8] >> (i % 8) & 1);
+        *value = (code as i32 - 4) as f32 * scale;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sizes of GLM-5.2's matrices in each format, from the published container arithmetic.
+    #[test]
+    fn glm_sizes_resolve_to_their_formats() {
+        let cases: [(usize, usize, u64, u64, Format); 8] = [
+            (2048, 6144, 12_582_912, 8_192, Format::Int8Row),
+            (2048, 6144, 6_291_456, 8_192, Format::Int4Row),
+            (2048, 6144, 6_291_456, 786_432, Format::Int4Group(64)),
+            (6144, 2048, 6_291_456, 393_216, Format::Int4Group(128)),
+            (2048, 6144, 4_718_592, 786_432, Format::Int3Group64),
+            (2048, 6144, 3_145_728, 8_192, Format::Int2Row),
+            (576, 6144, 3_538_944, 960, Format::Fp8Block),
+            (6144, 16384, 50_331_648, 6_291_456, Format::Int4Group(64)),
+        ];
+        for (rows, cols, weights, scales, want) in cases {
+            assert_eq!(resolve(rows, cols, weights, scales, None).unwrap(), want);
+        }
+    }
+
+    /// 48 · 128 = 6144: row scales and block scales of o_proj have the same size.
+    #[test]
+    fn the_o_proj_ambiguity_is_int8_unless_stamped_fp8() {
+        let resolve = |stamp| resolve(6144, 16384, 100_663_296, 24_576, stamp);
+        assert_eq!(resolve(None).unwrap(), Format::Int8Row);
+        assert_eq!(resolve(Some("int8-row")).unwrap(), Format::Int8Row);
+        assert_eq!(resolve(Some("fp8-e4m3-b128")).unwrap(), Format::Fp8Block);
+        let error = resolve(Some("int4-row")).unwrap_err().to_string();
+        assert!(error.contains("stamped int4-row") && error.contains("int8-row"), "{error}");
+    }
+
+    #[test]
+    fn unknown_sizes_and_contradicting_stamps_are_refused() {
+        // A g64 matrix must not pass as per-row int4, nor a short scale file as anything.
+        for (weights, scales) in [(6_291_456, 8_188), (6_291_457, 8_192), (12_582_912, 768), (0, 0)]
+        {
+            let error = resolve(2048, 6144, weights, scales, None).unwrap_err().to_string();
+            assert!(error.contains(&format!("{weights} weight bytes")), "{error}");
+        }
+        assert!(resolve(2048, 6144, 6_291_456, 8_192, Some("int8-row")).is_err());
+        assert!(resolve(2048, 6144, 6_291_456, 8_192, Some("rans")).is_err());
+        let lattice = resolve(2048, 6144, 2048 * 24 * 98, 4, None).unwrap_err().to_string();
+        assert!(lattice.contains("e8-iq3-lattice"), "{lattice}");
+        // One row of 400 columns: int8 by the documented order, although 4 scale bytes are also
+        // what one row of anything has.
+        assert_eq!(resolve(1, 400, 400, 4, None).unwrap(), Format::Int8Row);
+    }
+}
