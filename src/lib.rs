@@ -5,6 +5,7 @@
 
 // Layer 0, base: errors, operating system, text.
 pub mod error;
+pub mod json;
 
 // Layer 1, formats: bytes to values.
 pub mod float;
