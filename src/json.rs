@@ -1,11 +1,12 @@
 //! JSON: a strict pull reader, an ordered value tree built on it, and two writers.
 //!
-//! Owns every byte of JSON the crate reads (configs, tokenizers, safetensors headers, requests) and
-//! writes. It is strict RFC 8259 and refuses: invalid UTF-8 or a byte order mark, control characters
-//! in strings, lone surrogates, numbers beyond the f64 range, a key twice in one object, bytes after
-//! the value, and anything beyond the caller's [`Limits`]. Integers and floats stay distinct, and
-//! objects keep their order, because configs are checked and prompts are rendered from them.
-//! Memory is a constant times the input; errors carry byte offset, line and column.
+//! Owns every byte of JSON the crate reads (configs, tokenizers, safetensors headers, requests)
+//! and writes. It is strict RFC 8259 and refuses: invalid UTF-8 or a byte order mark, control
+//! characters in strings, lone surrogates, numbers beyond the f64 range, a key twice in one
+//! object, bytes after the value, and anything beyond the caller's [`Limits`]. Integers and floats
+//! stay distinct, and objects keep their order, because configs are checked and prompts are
+//! rendered from them. Memory is a constant times the input; errors carry byte offset, line and
+//! column.
 
 #![forbid(unsafe_code)]
 

@@ -178,7 +178,8 @@ fn limits_hold_at_their_edge_and_name_themselves() {
 
 #[test]
 fn pull_reader_walks_without_a_tree_and_borrows_plain_strings() {
-    let text = br#" {"a":[1, "x", "\n"], "skip":{"b":[[], {}, {"c":[null,true]}]}, "n":18446744073709551615} "#;
+    let text = br#" {"a":[1, "x", "\n"], "skip":{"b":[[], {}, {"c":[null,true]}]},
+        "n":18446744073709551615} "#;
     let mut reader = Reader::new(text, Limits::default()).unwrap();
     reader.begin_object().unwrap();
     assert_eq!(reader.next_key().unwrap().as_deref(), Some("a"));
@@ -211,14 +212,16 @@ fn pull_reader_refuses_the_wrong_kind_with_its_position() {
     assert!(reader.next_element().unwrap());
     assert_eq!(
         reader.u64().unwrap_err().to_string(),
-        "expected an integer from 0 to 18446744073709551615, found \"1.5\" at byte 1 (line 1, column 2)"
+        "expected an integer from 0 to 18446744073709551615, found \"1.5\" \
+         at byte 1 (line 1, column 2)"
     );
 }
 
 /// The text is CPython 3.11's `json.dumps` of the same value, with and without separators.
 #[test]
 fn writers_match_cpython() {
-    let text = r#"{"b":[1,-2.50,1e5,true,null,{}],"a":"\u007f\u001f\t\/\"é😀\u2028","":[],"n":123456789012345678901234567890}"#;
+    let text = r#"{"b":[1,-2.50,1e5,true,null,{}],"a":"\u007f\u001f\t\/\"é😀\u2028","":[],
+        "n":123456789012345678901234567890}"#;
     let value = read(text).unwrap();
     let python = "{\"b\": [1, -2.5, 100000.0, true, null, {}], \
                   \"a\": \"\u{7f}\\u001f\\t/\\\"é😀\u{2028}\", \"\": [], \
