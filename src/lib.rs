@@ -1,15 +1,21 @@
 //! `colibri`: runs GLM-5.2 (`glm_moe_dsa`) on a machine with about 25 GB of RAM.
 //!
 //! Modules are listed in layers; a module imports only from its own layer or from those above it
-//! in this list. To audit the inference path, read them in this order.
+//! in this list. The README says in which order to read them.
+
+#![deny(unsafe_op_in_unsafe_fn)]
+
+/// Version of the program, as in Cargo.toml (a build with plain `rustc` has no other source).
+pub const VERSION: &str = "0.1.0";
 
 // Layer 0, base: errors, operating system, text.
 pub mod error;
 pub mod json;
+pub mod sys;
+pub mod unicode;
 
 // Layer 1, formats: bytes to values.
 pub mod float;
 pub mod quant;
-
-// Layer 2, arithmetic and shape.
-pub mod kernels;
+pub mod safetensors;
+pub mod tokenizer;

@@ -17,7 +17,7 @@
 //! | int4 row | O·⌈I/2⌉ | O | (nibble − 8) · s[o], even column in the low nibble |
 //! | int2 row | O·⌈I/4⌉ | O | (field − 2) · s[o], lowest bits first |
 //! | int4 group | O·⌈I/2⌉ | O·⌈I/g⌉ | as int4, scale of column group i / g |
-//! | int3 g64 | O·⌈I/64⌉·24 | O·⌈I/64⌉ | (code − 4) · s; 16 bytes low bit pairs, 8 bytes high bits |
+//! | int3 g64 | O·⌈I/64⌉·24 | O·⌈I/64⌉ | (code − 4) · s; 16 bytes of bit pairs, 8 of high bits |
 //! | fp8 block | O·I | ⌈O/128⌉·⌈I/128⌉ | e4m3 · s[o/128, i/128] |
 //! | nvfp4 | O·I/2 | O·I/16 e4m3 and one f32 | e2m1 · e4m3 · s2 |
 //!

@@ -1,0 +1,192 @@
+//! The tensor directory: every `*.safetensors` file of one model directory, indexed by name.
+//!
+//! Owns the headers and the open files; reads no tensor data. A [`Directory`] that opened is proof
+//! that each tensor's byte span lies inside its file, has exactly the size its dtype and shape ask
+//! for, and overlaps no other; that every byte behind a header belongs to one tensor; that no name
+//! occurs twice; and that no numbered shard is missing. Anything else is refused, naming the file
+//! and the tensors. It also refuses entropy-coded containers, whose spans are compressed streams.
+//! `model.safetensors.index.json` is never consulted: names inside the shards decide.
+
+#![forbid(unsafe_code)]
+
+mod dtype;
+mod header;
+mod shards;
+
+#[cfg(test)]
+mod tests;
+
+use crate::bail;
+use crate::error::{Context, Error, Result};
+use header::Header;
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+pub use dtype::Dtype;
+
+/// Most tensors of one model; GLM-5.2 has about 118,500. Bounds the memory of the index.
+const TENSORS_MAX: usize = 1 << 20;
+
+/// Where one tensor's bytes are and what they mean.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tensor {
+    /// Index of the shard, in byte order of the file names.
+    pub shard: u32,
+    /// First byte, counted from the start of the file.
+    pub offset: u64,
+    /// Length in bytes: the product of `shape` times the size of `dtype`.
+    pub bytes: u64,
+    /// Element type as stored; quantized weights are `U8` with a one-dimensional shape.
+    pub dtype: Dtype,
+    /// Dimensions, outermost first; empty for a scalar.
+    pub shape: Box<[usize]>,
+}
+
+impl Tensor {
+    /// Number of elements: the product of the shape (1 for a scalar).
+    pub fn elements(&self) -> u64 {
+        self.shape.iter().map(|&dim| dim as u64).product()
+    }
+}
+
+/// One open file of the directory.
+#[derive(Debug)]
+pub struct Shard {
+    /// Path of the file, the directory's path included.
+    pub path: PathBuf,
+    /// Open for reading.
+    pub file: File,
+    /// Length of the file when it was opened.
+    pub bytes: u64,
+}
+
+/// All tensors of a model directory.
+#[derive(Debug)]
+pub struct Directory {
+    path: PathBuf,
+    shards: Vec<Shard>,
+    /// By shard, then by offset.
+    tensors: Vec<(Arc<str>, Tensor)>,
+    /// Name to position in `tensors`.
+    index: HashMap<Arc<str>, u32>,
+    /// Tensor name to format name, from the shards' `colibri.fmt` metadata.
+    stamps: HashMap<String, String>,
+}
+
+impl Directory {
+    /// Opens every shard of `dir` and checks every header; see the module text for what is refused.
+    pub fn open(dir: &Path) -> Result<Directory> {
+        let mut directory = Directory {
+            path: dir.to_path_buf(),
+            shards: Vec::new(),
+            tensors: Vec::new(),
+            index: HashMap::new(),
+            stamps: HashMap::new(),
+        };
+        for path in shards::list(dir).context(|| dir.display())? {
+            directory.add_shard(&path).context(|| path.display())?;
+        }
+        Ok(directory)
+    }
+
+    /// The directory's path as given.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The tensor of exactly this name.
+    pub fn get(&self, name: &str) -> Option<&Tensor> {
+        let position = *self.index.get(name)?;
+        Some(&self.tensors[position as usize].1)
+    }
+
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// Whether there is no tensor at all (shards of zero tensors are legal).
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// Names and tensors, by shard and then by offset.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &Tensor)> {
+        self.tensors.iter().map(|(name, tensor)| (&**name, tensor))
+    }
+
+    /// All shards, in byte order of their names.
+    pub fn shards(&self) -> &[Shard] {
+        &self.shards
+    }
+
+    /// The file that holds `tensor`, which must come from this directory.
+    pub fn shard(&self, tensor: &Tensor) -> &Shard {
+        &self.shards[tensor.shard as usize]
+    }
+
+    /// The format name the converter stamped on a tensor (metadata `colibri.fmt`), if any.
+    pub fn stamp(&self, name: &str) -> Option<&str> {
+        self.stamps.get(name).map(String::as_str)
+    }
+
+    /// A tensor for an error text: name, dtype, shape, size, offset, file, or that it is missing.
+    pub fn describe(&self, name: &str) -> String {
+        let Some(tensor) = self.get(name) else {
+            return format!("tensor {name} (not in {})", self.path.display());
+        };
+        let Tensor { offset, bytes, dtype, shape, .. } = tensor;
+        let file = self.shard(tensor).path.display();
+        format!("tensor {name} ({} {shape:?}, {bytes} bytes at {offset} of {file})", dtype.name())
+    }
+
+    fn add_shard(&mut self, path: &Path) -> Result<()> {
+        // Asked before opening, because opening a pipe would block.
+        let metadata = std::fs::metadata(path)?;
+        if !metadata.is_file() {
+            bail!("expected a regular file");
+        }
+        let file = File::open(path)?;
+        let bytes = file.metadata()?.len();
+        let Header { entries, data_start, stamps } = header::read(&file, bytes)?;
+        let shard = u32::try_from(self.shards.len()).expect("the number of shards is capped");
+        self.shards.push(Shard { path: path.to_path_buf(), file, bytes });
+        if self.tensors.len() + entries.len() > TENSORS_MAX {
+            bail!("more than {TENSORS_MAX} tensors in the shards up to this one");
+        }
+        self.tensors.reserve(entries.len());
+        self.index.reserve(entries.len());
+        for entry in entries {
+            let name: Arc<str> = entry.name.into();
+            let position = u32::try_from(self.tensors.len()).expect("capped above");
+            if let Some(first) = self.index.insert(name.clone(), position) {
+                return Err(self.duplicate(&name, first));
+            }
+            let tensor = Tensor {
+                shard,
+                offset: data_start + entry.begin,
+                bytes: entry.end - entry.begin,
+                dtype: entry.dtype,
+                shape: entry.shape,
+            };
+            self.tensors.push((name, tensor));
+        }
+        for (name, format) in stamps {
+            match self.stamps.get(&name) {
+                Some(known) if *known != format => bail!(
+                    "metadata colibri.fmt: tensor {name} is stamped {format:?}, elsewhere {known:?}"
+                ),
+                _ => self.stamps.insert(name, format),
+            };
+        }
+        Ok(())
+    }
+
+    /// The error for a name met again, whose first tensor is at position `first`.
+    fn duplicate(&self, name: &str, first: u32) -> Error {
+        let file = self.shard(&self.tensors[first as usize].1).path.display();
+        Error::new(format!("tensor {name}: defined here and in {file}"))
+    }
+}

@@ -1,0 +1,116 @@
+//! Which files of a directory are shards, and whether a numbered one is missing.
+//!
+//! People count files and find the right number while one is absent, because another family's
+//! file filled the count. So every numbered family is checked on its own: the converter's `out-`,
+//! `out-idx-` and `out-mtp-` (from 0, end unknown) and `…-00001-of-00006` (from 1, end known).
+//! Other names may hold numbers of any meaning and are left alone.
+
+#![forbid(unsafe_code)]
+
+use crate::bail;
+use crate::error::{Context, Result};
+use std::path::{Path, PathBuf};
+
+/// Most shards of one directory. Each is an open file; usual limits are 1024 of them.
+const SHARDS_MAX: usize = 512;
+
+/// Shorter runs of digits are names, not shard numbers.
+const NUMBER_DIGITS_MIN: usize = 5;
+/// Longer ones would not fit a u64.
+const NUMBER_DIGITS_MAX: usize = 18;
+
+/// The families the converter numbers from 0.
+const CONVERTER_PREFIXES: [&str; 3] = ["out-", "out-idx-", "out-mtp-"];
+
+const EXTENSION: &str = ".safetensors";
+
+/// The shards of `dir` in byte order of their names; `._*` files (resource forks) are ignored.
+pub fn list(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(dir)? {
+        let name = entry?.file_name();
+        let bytes = name.as_encoded_bytes();
+        if bytes.ends_with(EXTENSION.as_bytes()) && !bytes.starts_with(b"._") {
+            names.push(name);
+        }
+        if names.len() > SHARDS_MAX {
+            bail!("more than {SHARDS_MAX} {EXTENSION} files");
+        }
+    }
+    if names.is_empty() {
+        bail!("no {EXTENSION} file in this directory");
+    }
+    names.sort_by(|a, b| a.as_encoded_bytes().cmp(b.as_encoded_bytes()));
+    check_numbers(names.iter().filter_map(|name| name.to_str())).context(|| "shards")?;
+    Ok(names.iter().map(|name| dir.join(name)).collect())
+}
+
+/// A shard name split at its number.
+struct Numbered<'a> {
+    /// Text before the number, dash included.
+    prefix: &'a str,
+    number: u64,
+    digits: usize,
+    /// Text after the number: `.safetensors` or `-of-00006.safetensors`.
+    suffix: &'a str,
+    /// The 6 of `-of-00006`.
+    total: Option<u64>,
+}
+
+/// Splits the digits that end `text` off, if there are as many as a shard number has.
+fn split_number(text: &str) -> Option<(&str, u64, usize)> {
+    let prefix = text.trim_end_matches(|char: char| char.is_ascii_digit());
+    let digits = text.len() - prefix.len();
+    if !(NUMBER_DIGITS_MIN..=NUMBER_DIGITS_MAX).contains(&digits) || !prefix.ends_with('-') {
+        return None;
+    }
+    Some((prefix, text[prefix.len()..].parse().ok()?, digits))
+}
+
+fn split_name(name: &str) -> Option<Numbered<'_>> {
+    let stem = name.strip_suffix(EXTENSION)?;
+    let (before, last, last_digits) = split_number(stem)?;
+    if let Some((prefix, number, digits)) = before.strip_suffix("-of-").and_then(split_number) {
+        let suffix = &name[prefix.len() + digits..];
+        return Some(Numbered { prefix, number, digits, suffix, total: Some(last) });
+    }
+    if !CONVERTER_PREFIXES.contains(&before) {
+        return None;
+    }
+    let (prefix, digits, suffix) = (before, last_digits, EXTENSION);
+    Some(Numbered { prefix, number: last, digits, suffix, total: None })
+}
+
+/// Refuses a numbered family with a gap. Work and memory follow the names, not the numbers.
+fn check_numbers<'a>(names: impl Iterator<Item = &'a str>) -> Result<()> {
+    let mut shards: Vec<Numbered> = names.filter_map(split_name).collect();
+    shards.sort_by_key(|shard| (shard.prefix, shard.suffix, shard.digits, shard.number));
+    let same_family = |a: &Numbered, b: &Numbered| {
+        (a.prefix, a.suffix, a.digits) == (b.prefix, b.suffix, b.digits)
+    };
+    shards.chunk_by(same_family).try_for_each(check_family)
+}
+
+/// Refuses a gap in one family, which is sorted by number and not empty.
+fn check_family(family: &[Numbered<'_>]) -> Result<()> {
+    let Numbered { prefix, suffix, digits, total, .. } = family[0];
+    let file = |number: u64| format!("{prefix}{number:0digits$}{suffix}");
+    let first = if total.is_some() { 1 } else { 0 };
+    let mut expected = first;
+    for number in family.iter().map(|shard| shard.number) {
+        if number < expected {
+            bail!("{} does not fit a numbering that starts at {first}", file(number));
+        }
+        if number > expected {
+            bail!("{} is missing; {} is there", file(expected), file(number));
+        }
+        expected += 1;
+    }
+    match total {
+        Some(total) if expected <= total => bail!("{} is missing", file(expected)),
+        Some(total) if expected > total + 1 => {
+            bail!("{} is beyond the {total} shards its name counts", file(expected - 1))
+        }
+        _ => Ok(()),
+    }
+}
