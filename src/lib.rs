@@ -19,3 +19,7 @@ pub mod float;
 pub mod quant;
 pub mod safetensors;
 pub mod tokenizer;
+
+// Layer 2, arithmetic and shape.
+pub mod config;
+pub mod kernels;

@@ -148,6 +148,7 @@ pub fn softmax(scores: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::f32::consts::{FRAC_PI_4, PI};
 
     fn noise(n: usize, mut state: u32) -> Vec<f32> {
         let step = |state: &mut u32| {
@@ -200,7 +201,7 @@ mod tests {
     /// Within half an ulp (plus the double's own error) of the C library in double precision.
     #[test]
     fn sin_cos_is_the_rounded_double_result() {
-        for angle in [0.0f32, 1e-7, 0.5, 0.785_398_2, 1.0, 2.0, 3.141_592_7, 4.0, 5.5, 600.25]
+        for angle in [0.0f32, 1e-7, 0.5, FRAC_PI_4, 1.0, 2.0, PI, 4.0, 5.5, 600.25]
             .into_iter()
             .chain((0..2000).map(|i| i as f32 * 523.7))
         {
