@@ -23,3 +23,9 @@ pub mod tokenizer;
 // Layer 2, arithmetic and shape.
 pub mod config;
 pub mod kernels;
+
+// Layer 3, storage: names to weights, reads, the expert store, the memory plan.
+pub mod disk;
+pub mod experts;
+pub mod plan;
+pub mod weights;

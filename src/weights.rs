@@ -1,0 +1,395 @@
+//! Names to typed weights: every tensor of the model, addressed by field.
+//!
+//! [`Weights::bind`] resolves each matrix on its own (format by exact sizes, see
+//! [`crate::quant`]) and checks every shape against the configuration before anything large is
+//! read; a missing, misshapen or ambiguous tensor is one error with its name. [`Weights::load`]
+//! then reads the resident part. Two things are never loaded whole: routed experts, which are
+//! only *located* here ([`ExpertSource`]), and the embedding table, whose rows are read on demand
+//! (unless it is tied to the output head, which is resident).
+//!
+//! Shape letters: D hidden, H heads, V vocabulary, E experts, I width of an MLP, nI and dI heads
+//! and width of the indexer; q_lora, kv_lora, nope, rope and v as in the configuration.
+//! A matrix `[O, I]` maps I inputs to O outputs: y = x · Wᵀ.
+
+#![forbid(unsafe_code)]
+
+use crate::bail;
+use crate::config::{Config, IndexerKind, MlpKind};
+use crate::disk::read_exact_at;
+use crate::error::Result;
+use crate::quant::Encoded;
+use crate::safetensors::Directory;
+use std::sync::OnceLock;
+
+mod source;
+pub use source::{MatrixSource, Span};
+
+/// One weight matrix `[rows, cols]`: its place on disk and, once loaded, its bytes as stored.
+pub struct Matrix {
+    /// Shape, format and place.
+    pub source: MatrixSource,
+    /// Weights, then scales; set once, by loading.
+    bytes: OnceLock<Vec<u8>>,
+}
+
+impl Matrix {
+    fn bind(directory: &Directory, name: &str, rows: usize, cols: usize) -> Result<Matrix> {
+        Ok(Matrix {
+            source: MatrixSource::bind(directory, name, rows, cols)?,
+            bytes: OnceLock::new(),
+        })
+    }
+
+    fn load(&self, directory: &Directory) -> Result<()> {
+        let mut bytes = vec![0; self.source.bytes()];
+        self.source.read(directory, &mut bytes)?;
+        assert!(self.bytes.set(bytes).is_ok(), "{} is loaded twice", self.source.name);
+        Ok(())
+    }
+
+    /// The loaded matrix, ready to decode. Panics when it was never loaded.
+    pub fn encoded(&self) -> Encoded<'_> {
+        let bytes = self.bytes.get();
+        self.source.encoded(bytes.unwrap_or_else(|| panic!("{} is not loaded", self.source.name)))
+    }
+}
+
+/// The embedding table `[V, D]`, read row by row.
+pub struct Embedding {
+    source: MatrixSource,
+}
+
+impl Embedding {
+    /// Shape, format and place.
+    pub fn source(&self) -> &MatrixSource {
+        &self.source
+    }
+
+    /// Reads the row of `token` into `out [D]`. The token must be below the vocabulary size.
+    pub fn read(&self, directory: &Directory, token: u32, out: &mut [f32]) -> Result<()> {
+        self.source.read_row(directory, token as usize, out)
+    }
+}
+
+/// Multi-head latent attention of one layer.
+pub struct Attention {
+    /// `[q_lora, D]`
+    pub q_a: Matrix,
+    /// `[q_lora]`, with `attention_bias`
+    pub q_a_bias: Option<Vec<f32>>,
+    /// `[q_lora]`
+    pub q_a_norm: Vec<f32>,
+    /// `[H·(nope+rope), q_lora]`; per head the unrotated rows first
+    pub q_b: Matrix,
+    /// `[kv_lora+rope, D]`; latent rows, then the rotary key that all heads share
+    pub kv_a: Matrix,
+    /// `[kv_lora+rope]`, with `attention_bias`
+    pub kv_a_bias: Option<Vec<f32>>,
+    /// `[kv_lora]`
+    pub kv_a_norm: Vec<f32>,
+    /// `[H·(nope+v), kv_lora]`; per head the key rows first
+    pub kv_b: Matrix,
+    /// `[D, H·v]`
+    pub o: Matrix,
+    /// `[D]`, with `attention_bias`
+    pub o_bias: Option<Vec<f32>>,
+}
+
+/// Sparse-attention indexer of one "full" layer.
+pub struct Indexer {
+    /// `[nI·dI, q_lora]`
+    pub wq_b: Matrix,
+    /// `[dI, D]`
+    pub wk: Matrix,
+    /// `[dI]`, LayerNorm
+    pub k_norm: Vec<f32>,
+    /// `[dI]`
+    pub k_norm_bias: Vec<f32>,
+    /// `[nI, D]`
+    pub weights_proj: Matrix,
+}
+
+/// A gated MLP: down(silu(gate x) · up x).
+pub struct Ffn {
+    /// `[I, D]`
+    pub gate: Matrix,
+    /// `[I, D]`
+    pub up: Matrix,
+    /// `[D, I]`
+    pub down: Matrix,
+}
+
+/// Where one routed expert lies.
+pub struct ExpertSource {
+    /// `[I, D]`
+    pub gate: MatrixSource,
+    /// `[I, D]`
+    pub up: MatrixSource,
+    /// `[D, I]`
+    pub down: MatrixSource,
+}
+
+impl ExpertSource {
+    /// Bytes of the three matrices with their scales.
+    pub fn bytes(&self) -> usize {
+        self.gate.bytes() + self.up.bytes() + self.down.bytes()
+    }
+}
+
+/// Mixture of experts of one sparse layer.
+pub struct Moe {
+    /// `[E, D]`
+    pub router: Matrix,
+    /// `[E]`, added to the scores for ranking only
+    pub correction_bias: Vec<f32>,
+    /// Width I·n_shared; absent when the configuration has no shared expert
+    pub shared: Option<Ffn>,
+    /// E routed experts
+    pub experts: Vec<ExpertSource>,
+}
+
+/// The feed-forward half of a layer.
+pub enum Mlp {
+    /// One MLP for every token.
+    Dense(Ffn),
+    /// A router and its experts.
+    Sparse(Moe),
+}
+
+/// One decoder layer.
+pub struct Layer {
+    /// `[D]`
+    pub input_norm: Vec<f32>,
+    /// Attention half
+    pub attention: Attention,
+    /// Present on "full" layers of a model that ships an indexer
+    pub indexer: Option<Indexer>,
+    /// `[D]`
+    pub post_attention_norm: Vec<f32>,
+    /// Feed-forward half
+    pub mlp: Mlp,
+}
+
+/// All weights of the main model.
+pub struct Weights {
+    /// `[V, D]`, on disk
+    pub embedding: Embedding,
+    /// L layers
+    pub layers: Vec<Layer>,
+    /// `[D]`
+    pub final_norm: Vec<f32>,
+    /// `[V, D]`; the embedding's own tensor when they are tied
+    pub lm_head: Matrix,
+    /// False when the directory ships no indexer at all: attention is dense then.
+    pub has_indexer: bool,
+}
+
+impl Weights {
+    /// Finds and checks every tensor. Reads only vectors (norms and biases).
+    pub fn bind(directory: &Directory, config: &Config) -> Result<Weights> {
+        let (vocab, hidden) = (config.vocab_size, config.hidden_size);
+        let embedding = "model.embed_tokens.weight";
+        let head = if config.tie_word_embeddings { embedding } else { "lm_head.weight" };
+        // Containers without any indexer are in wide use and mean dense attention. A directory
+        // with some of an indexer's tensors is incomplete and refused by the missing name.
+        let has_indexer = directory.iter().any(|(name, _)| {
+            let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+            let is_main = |layer: &str| layer.parse().is_ok_and(|i: usize| i < config.num_layers);
+            layer.is_some_and(|(i, rest)| rest.starts_with("self_attn.indexer.") && is_main(i))
+        });
+        let layers = (0..config.num_layers)
+            .map(|layer| Layer::bind(directory, config, layer, has_indexer))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Weights {
+            embedding: Embedding {
+                source: MatrixSource::bind(directory, embedding, vocab, hidden)?,
+            },
+            layers,
+            final_norm: vector(directory, "model.norm.weight", hidden)?,
+            lm_head: Matrix::bind(directory, head, vocab, hidden)?,
+            has_indexer,
+        })
+    }
+
+    /// Reads every resident matrix. `progress` is called with the bytes read so far.
+    pub fn load(&self, directory: &Directory, mut progress: impl FnMut(usize)) -> Result<()> {
+        let mut done = 0;
+        for matrix in self.resident() {
+            matrix.load(directory)?;
+            done += matrix.source.bytes();
+            progress(done);
+        }
+        Ok(())
+    }
+
+    /// Bytes that [`Weights::load`] reads and keeps.
+    pub fn resident_bytes(&self) -> usize {
+        self.resident().iter().map(|matrix| matrix.source.bytes()).sum()
+    }
+
+    /// Which layers have an indexer, and so cache index keys.
+    pub fn index_layers(&self) -> Vec<bool> {
+        self.layers.iter().map(|layer| layer.indexer.is_some()).collect()
+    }
+
+    /// Every matrix that stays in memory, in the order of use.
+    pub fn resident(&self) -> Vec<&Matrix> {
+        let mut all = Vec::new();
+        for layer in &self.layers {
+            let Attention { q_a, q_b, kv_a, kv_b, o, .. } = &layer.attention;
+            all.extend([q_a, q_b, kv_a, kv_b, o]);
+            if let Some(Indexer { wq_b, wk, weights_proj, .. }) = &layer.indexer {
+                all.extend([wq_b, wk, weights_proj]);
+            }
+            let ffn = match &layer.mlp {
+                Mlp::Dense(ffn) => Some(ffn),
+                Mlp::Sparse(moe) => {
+                    all.push(&moe.router);
+                    moe.shared.as_ref()
+                }
+            };
+            if let Some(Ffn { gate, up, down }) = ffn {
+                all.extend([gate, up, down]);
+            }
+        }
+        all.push(&self.lm_head);
+        all
+    }
+}
+
+impl Layer {
+    fn bind(directory: &Directory, c: &Config, layer: usize, has_indexer: bool) -> Result<Layer> {
+        let prefix = format!("model.layers.{layer}.");
+        let norm = |name: &str| vector(directory, &format!("{prefix}{name}.weight"), c.hidden_size);
+        let is_full = c.indexer[layer] == IndexerKind::Full;
+        Ok(Layer {
+            input_norm: norm("input_layernorm")?,
+            attention: Attention::bind(directory, c, &format!("{prefix}self_attn."))?,
+            indexer: (has_indexer && is_full)
+                .then(|| Indexer::bind(directory, c, &format!("{prefix}self_attn.indexer.")))
+                .transpose()?,
+            post_attention_norm: norm("post_attention_layernorm")?,
+            mlp: match c.mlp[layer] {
+                MlpKind::Dense => Mlp::Dense(Ffn::bind(
+                    directory,
+                    &format!("{prefix}mlp."),
+                    c.hidden_size,
+                    c.intermediate_size,
+                )?),
+                MlpKind::Sparse => Mlp::Sparse(Moe::bind(directory, c, &format!("{prefix}mlp."))?),
+            },
+        })
+    }
+}
+
+impl Attention {
+    fn bind(directory: &Directory, c: &Config, prefix: &str) -> Result<Attention> {
+        let (hidden, heads, qk_dim) = (c.hidden_size, c.num_heads, c.qk_head_dim());
+        let kv_dim = c.kv_lora_rank + c.qk_rope_head_dim;
+        let matrix = |name: &str, rows, cols| {
+            Matrix::bind(directory, &format!("{prefix}{name}.weight"), rows, cols)
+        };
+        let bias = |name: &str, n| {
+            let name = format!("{prefix}{name}.bias");
+            c.attention_bias.then(|| vector(directory, &name, n)).transpose()
+        };
+        let norm = |name: &str, n| vector(directory, &format!("{prefix}{name}.weight"), n);
+        Ok(Attention {
+            q_a: matrix("q_a_proj", c.q_lora_rank, hidden)?,
+            q_a_bias: bias("q_a_proj", c.q_lora_rank)?,
+            q_a_norm: norm("q_a_layernorm", c.q_lora_rank)?,
+            q_b: matrix("q_b_proj", heads * qk_dim, c.q_lora_rank)?,
+            kv_a: matrix("kv_a_proj_with_mqa", kv_dim, hidden)?,
+            kv_a_bias: bias("kv_a_proj_with_mqa", kv_dim)?,
+            kv_a_norm: norm("kv_a_layernorm", c.kv_lora_rank)?,
+            kv_b: matrix("kv_b_proj", heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)?,
+            o: matrix("o_proj", hidden, heads * c.v_head_dim)?,
+            o_bias: bias("o_proj", hidden)?,
+        })
+    }
+}
+
+impl Indexer {
+    fn bind(directory: &Directory, c: &Config, prefix: &str) -> Result<Indexer> {
+        let (heads, dim) = (c.index_n_heads, c.index_head_dim);
+        let matrix = |name: &str, rows, cols| {
+            Matrix::bind(directory, &format!("{prefix}{name}"), rows, cols)
+        };
+        Ok(Indexer {
+            wq_b: matrix("wq_b.weight", heads * dim, c.q_lora_rank)?,
+            wk: matrix("wk.weight", dim, c.hidden_size)?,
+            k_norm: vector(directory, &format!("{prefix}k_norm.weight"), dim)?,
+            k_norm_bias: vector(directory, &format!("{prefix}k_norm.bias"), dim)?,
+            weights_proj: matrix("weights_proj.weight", heads, c.hidden_size)?,
+        })
+    }
+}
+
+impl Ffn {
+    fn bind(directory: &Directory, prefix: &str, hidden: usize, width: usize) -> Result<Ffn> {
+        let matrix = |name: &str, rows, cols| {
+            Matrix::bind(directory, &format!("{prefix}{name}_proj.weight"), rows, cols)
+        };
+        Ok(Ffn {
+            gate: matrix("gate", width, hidden)?,
+            up: matrix("up", width, hidden)?,
+            down: matrix("down", hidden, width)?,
+        })
+    }
+}
+
+impl Moe {
+    fn bind(directory: &Directory, c: &Config, prefix: &str) -> Result<Moe> {
+        let (hidden, width) = (c.hidden_size, c.moe_intermediate_size);
+        let expert = |e: usize| {
+            let matrix = |name: &str, rows, cols| {
+                let name = format!("{prefix}experts.{e}.{name}_proj.weight");
+                MatrixSource::bind(directory, &name, rows, cols)
+            };
+            Ok(ExpertSource {
+                gate: matrix("gate", width, hidden)?,
+                up: matrix("up", width, hidden)?,
+                down: matrix("down", hidden, width)?,
+            })
+        };
+        let shared_width = width * c.n_shared_experts;
+        let shared = format!("{prefix}shared_experts.");
+        Ok(Moe {
+            router: Matrix::bind(
+                directory,
+                &format!("{prefix}gate.weight"),
+                c.n_routed_experts,
+                hidden,
+            )?,
+            correction_bias: vector(
+                directory,
+                &format!("{prefix}gate.e_score_correction_bias"),
+                c.n_routed_experts,
+            )?,
+            shared: (shared_width > 0)
+                .then(|| Ffn::bind(directory, &shared, hidden, shared_width))
+                .transpose()?,
+            experts: (0..c.n_routed_experts).map(expert).collect::<Result<_>>()?,
+        })
+    }
+}
+
+/// Reads the float vector `name [n]` (norm weight or bias).
+fn vector(directory: &Directory, name: &str, n: usize) -> Result<Vec<f32>> {
+    let source = MatrixSource::bind(directory, name, 1, n)?;
+    if source.scales.is_some() {
+        bail!("tensor {name}: expected plain floats, found quantized {}", source.format);
+    }
+    let mut values = vec![0.0; n];
+    source.read_row(directory, 0, &mut values)?;
+    if let Some(i) = values.iter().position(|value| !value.is_finite()) {
+        bail!("tensor {name}: element {i} is {}, expected a finite number", values[i]);
+    }
+    Ok(values)
+}
+
+/// Reads the span `what` into `buffer`, whose length is the span's.
+fn read_span(directory: &Directory, what: &str, span: Span, buffer: &mut [u8]) -> Result<()> {
+    let shard = &directory.shards()[span.shard];
+    read_exact_at(&shard.file, &shard.path, what, span.offset, buffer)
+}
