@@ -29,3 +29,11 @@ pub mod disk;
 pub mod experts;
 pub mod plan;
 pub mod weights;
+
+// Layer 4, model: the forward pass.
+pub mod attention;
+pub mod indexer;
+pub mod kv;
+pub mod model;
+pub mod moe;
+pub mod ops;
