@@ -37,3 +37,10 @@ pub mod kv;
 pub mod model;
 pub mod moe;
 pub mod ops;
+
+// Layer 5, engine: text in, text out.
+pub mod chat;
+pub mod engine;
+pub mod reply;
+pub mod sample;
+pub mod stop;

@@ -1,0 +1,292 @@
+//! [`Engine`]: a loaded model, shared and never changed; [`Session`]: one token timeline on it.
+//!
+//! This is the only boundary that the upper layers see. They hand over whole token prefixes, and
+//! the session keeps what it can: the longest common prefix stays in the cache, the rest is
+//! computed. Logits come out as plain slices; no weight or cache type crosses.
+
+#![forbid(unsafe_code)]
+
+use crate::bail;
+use crate::config::Config;
+use crate::error::{Context, Result};
+use crate::experts::{Counters, ExpertStore};
+use crate::kv::KvCache;
+use crate::model::{Model, Observer, Scratch, State};
+use crate::plan::{Limit, Plan};
+use crate::safetensors::Directory;
+use crate::sample::Sampler;
+use crate::tokenizer::Tokenizer;
+use crate::weights::Weights;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+/// How a model is opened.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Positions that one session can hold.
+    pub ctx_tokens: usize,
+    /// Rows of one prefill batch.
+    pub chunk_rows: usize,
+    /// Memory for routed experts.
+    pub limit: Limit,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { ctx_tokens: 4096, chunk_rows: 64, limit: Limit::Available }
+    }
+}
+
+/// Control tokens that end the model's turn, beside the configured end-of-sequence ids.
+const STOP_TOKENS: [&str; 3] = ["<|endoftext|>", "<|user|>", "<|observation|>"];
+
+/// Control tokens that only the prompt template may write; the model must never produce them.
+const TEMPLATE_TOKENS: [&str; 10] = [
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    "<|system|>",
+    "<|assistant|>",
+    "<tool_response>",
+    "</tool_response>",
+    "/nothink",
+];
+
+/// Why a generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// A stop token, or the caller had enough.
+    Stop,
+    /// The limit of new tokens or the end of the context.
+    Length,
+}
+
+/// A loaded model.
+pub struct Engine {
+    model: Model,
+    plan: Plan,
+    options: Options,
+    store: Mutex<ExpertStore>,
+    tokenizer: Option<Tokenizer>,
+}
+
+impl Engine {
+    /// Opens the model directory: everything is checked and planned, then resident weights are
+    /// read. `progress` is called with (bytes read, bytes in all).
+    pub fn open(
+        dir: &Path,
+        options: Options,
+        mut progress: impl FnMut(usize, usize),
+    ) -> Result<Engine> {
+        // The configuration decides whether any weight file is opened at all.
+        let config = Config::load(dir)?;
+        let tokenizer_file = dir.join("tokenizer.json");
+        let tokenizer =
+            tokenizer_file.exists().then(|| Tokenizer::load(&tokenizer_file)).transpose()?;
+        if let Some(tokenizer) = &tokenizer
+            && tokenizer.vocab_size() > config.vocab_size
+        {
+            bail!(
+                "{}: has {} tokens, but the model has rows for {}",
+                tokenizer_file.display(),
+                tokenizer.vocab_size(),
+                config.vocab_size
+            );
+        }
+        let directory = Directory::open(dir)?;
+        let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
+        let kv_bytes = KvCache::bytes(&config, &weights.index_layers(), options.ctx_tokens);
+        let scratch_bytes = Scratch::bytes(&config, options.ctx_tokens, options.chunk_rows);
+        let plan = Plan::new(&weights, kv_bytes, scratch_bytes, options.limit)?;
+        let store = ExpertStore::new(plan.expert_bytes, plan.largest_expert_bytes)?;
+        weights.load(&directory, |bytes| progress(bytes, plan.resident_bytes))?;
+        let model = Model::new(config, directory, weights);
+        Ok(Engine { model, plan, options, store: Mutex::new(store), tokenizer })
+    }
+
+    /// The model's shape.
+    pub fn config(&self) -> &Config {
+        &self.model.config
+    }
+
+    /// What was planned to be in memory.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The tokenizer; an error when the directory has none.
+    pub fn tokenizer(&self) -> Result<&Tokenizer> {
+        match &self.tokenizer {
+            Some(tokenizer) => Ok(tokenizer),
+            None => bail!("{}: no tokenizer.json", self.model.directory.path().display()),
+        }
+    }
+
+    /// Tokens that end a turn: those of the configuration and the tokenizer's own. None of them
+    /// is ever part of a reply.
+    pub fn stop_tokens(&self) -> Vec<u32> {
+        let mut ids = self.model.config.eos_token_ids.clone();
+        let named = |t: &Tokenizer| STOP_TOKENS.map(|name| t.token_id(name));
+        ids.extend(self.tokenizer.iter().flat_map(named).flatten());
+        ids
+    }
+
+    /// Tokens that must never be sampled: those that only the template writes, and rows of the
+    /// padded vocabulary that have no token.
+    pub fn never_sampled(&self) -> Vec<u32> {
+        let Some(tokenizer) = &self.tokenizer else { return Vec::new() };
+        let padding = tokenizer.vocab_size() as u32..self.model.config.vocab_size as u32;
+        let template = TEMPLATE_TOKENS.iter().filter_map(|name| tokenizer.token_id(name));
+        template.chain(padding).collect()
+    }
+
+    /// A note to show before running, when the directory's files make the model compute something
+    /// else than it was trained with: attention beyond `index_topk` without an indexer.
+    pub fn dense_attention_note(&self) -> Option<String> {
+        let topk = self.model.config.index_topk;
+        let lacks = !self.model.weights.has_indexer && self.options.ctx_tokens > topk;
+        lacks.then(|| {
+            format!(
+                "this container has no indexer tensors: attention stays dense beyond {topk} \
+                 tokens, where the model was trained with sparse attention"
+            )
+        })
+    }
+
+    /// Hits, misses and bytes of the expert store since the engine was opened.
+    pub fn expert_counters(&self) -> Counters {
+        self.store.lock().unwrap_or_else(PoisonError::into_inner).counters()
+    }
+
+    /// A new, empty timeline.
+    pub fn session(&self) -> Session<'_> {
+        let index_layers = self.model.weights.index_layers();
+        let config = &self.model.config;
+        Session {
+            engine: self,
+            tokens: Vec::new(),
+            state: State {
+                kv: KvCache::new(config, &index_layers, self.options.ctx_tokens),
+                scratch: Scratch::default(),
+                logits: Vec::new(),
+            },
+        }
+    }
+}
+
+/// One token timeline with its cache.
+pub struct Session<'a> {
+    engine: &'a Engine,
+    /// Committed tokens: each has its rows in the cache.
+    tokens: Vec<u32>,
+    state: State,
+}
+
+impl Session<'_> {
+    /// Committed tokens.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Positions that still fit.
+    pub fn free_tokens(&self) -> usize {
+        self.state.kv.capacity_tokens() - self.tokens.len()
+    }
+
+    /// Makes `tokens` the timeline and returns the logits `[V]` that follow its last token.
+    ///
+    /// The longest common prefix is kept; at least the last token is computed. Errors: an empty
+    /// or too long timeline, and those of the forward pass; after an error the session still holds
+    /// the part that was committed.
+    pub fn advance(&mut self, tokens: &[u32], observer: &mut dyn Observer) -> Result<&[f32]> {
+        self.prepare(tokens)?;
+        let common = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+        self.tokens.truncate(common.min(tokens.len() - 1));
+        while self.tokens.len() < tokens.len() {
+            let rest = &tokens[self.tokens.len()..];
+            let chunk = &rest[..rest.len().min(self.engine.options.chunk_rows)];
+            self.state.logits.clear();
+            self.forward(chunk, usize::from(chunk.len() == rest.len()), observer)?;
+        }
+        Ok(&self.state.logits)
+    }
+
+    /// Continues `prompt` by at most `new_tokens` tokens. Each goes to `on_token`, which returns
+    /// false to end the turn; stop tokens end it without being handed over.
+    ///
+    /// `position` of a draw is the length of the timeline before the drawn token.
+    pub fn generate<O: Observer>(
+        &mut self,
+        prompt: &[u32],
+        new_tokens: usize,
+        sampler: &mut Sampler,
+        observer: &mut O,
+        mut on_token: impl FnMut(u32, &mut O) -> Result<bool>,
+    ) -> Result<Finish> {
+        let stop_tokens = self.engine.stop_tokens();
+        let mut tokens = prompt.to_vec();
+        for _ in 0..new_tokens {
+            if tokens.len() == self.state.kv.capacity_tokens() && tokens.len() > prompt.len() {
+                return Ok(Finish::Length);
+            }
+            let next = sampler.sample(self.advance(&tokens, observer)?, tokens.len())?;
+            if stop_tokens.contains(&next) {
+                return Ok(Finish::Stop);
+            }
+            tokens.push(next);
+            if !on_token(next, observer)? {
+                return Ok(Finish::Stop);
+            }
+        }
+        Ok(Finish::Length)
+    }
+
+    /// Makes `tokens` the timeline from scratch and hands the logits `[V]` after each of them to
+    /// `sink`, in order.
+    pub fn logits_of_all(
+        &mut self,
+        tokens: &[u32],
+        observer: &mut dyn Observer,
+        mut sink: impl FnMut(&[f32]) -> Result<()>,
+    ) -> Result<()> {
+        self.prepare(tokens)?;
+        self.tokens.clear();
+        for chunk in tokens.chunks(self.engine.options.chunk_rows) {
+            self.state.logits.clear();
+            self.forward(chunk, chunk.len(), observer)?;
+            self.state
+                .logits
+                .chunks_exact(self.engine.config().vocab_size)
+                .try_for_each(&mut sink)?;
+        }
+        Ok(())
+    }
+
+    fn prepare(&self, tokens: &[u32]) -> Result<()> {
+        if tokens.is_empty() {
+            bail!("no tokens to run");
+        }
+        if tokens.len() > self.state.kv.capacity_tokens() {
+            let ctx = self.state.kv.capacity_tokens();
+            bail!("{} tokens do not fit the context of {ctx} (see --ctx)", tokens.len());
+        }
+        Ok(())
+    }
+
+    /// One batch behind the committed tokens; commits it.
+    fn forward(
+        &mut self,
+        batch: &[u32],
+        logits_rows: usize,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let model = &self.engine.model;
+        let mut store = self.engine.store.lock().unwrap_or_else(PoisonError::into_inner);
+        let first = self.tokens.len();
+        model.forward(batch, first, logits_rows, &mut self.state, &mut store, observer)?;
+        self.tokens.extend_from_slice(batch);
+        Ok(())
+    }
+}
