@@ -44,3 +44,6 @@ pub mod engine;
 pub mod reply;
 pub mod sample;
 pub mod stop;
+
+// Layer 7, top: arguments, one file per verb.
+pub mod cli;

@@ -1,0 +1,161 @@
+//! `coli info`: what a model directory holds, from headers alone. No weight is loaded.
+
+#![forbid(unsafe_code)]
+
+use super::load::{count, object, print_json};
+use super::{Args, Verb};
+use crate::config::{Config, IndexerKind, MlpKind};
+use crate::error::{Context, Result};
+use crate::json::Value;
+use crate::plan::gb;
+use crate::safetensors::Directory;
+use crate::tokenizer::Tokenizer;
+use crate::weights::{MatrixSource, Mlp, Weights};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// The verb's table entry.
+pub const VERB: Verb = Verb {
+    name: "info",
+    positional: "",
+    summary: "show what a model directory holds, without loading it",
+    example: "coli info --model tests/fixtures/a_seed",
+    flags: &[&[super::MODEL, super::JSON]],
+    run,
+};
+
+/// Matrices of one class and format: how many, and their bytes.
+type Classes = BTreeMap<(&'static str, String), (usize, usize)>;
+
+fn run(args: &Args) -> Result<()> {
+    let dir = Path::new(args.required("--model")?);
+    let config = Config::load(dir)?;
+    let directory = Directory::open(dir)?;
+    let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
+    let classes = classes(&weights);
+    let mtp_layer = format!("model.layers.{}.eh_proj.weight", config.num_layers);
+    let has_mtp = directory.get(&mtp_layer).is_some();
+    let tokenizer_file = dir.join("tokenizer.json");
+    let tokenizer =
+        tokenizer_file.exists().then(|| Tokenizer::load(&tokenizer_file)).transpose()?;
+    let state_files = state_files(dir)?;
+    if args.has("--json") {
+        let tensors = classes.iter().map(|((class, format), (matrices, bytes))| {
+            object(vec![
+                ("class", Value::String(class.to_string())),
+                ("format", Value::String(format.clone())),
+                ("matrices", count(*matrices)),
+                ("bytes", count(*bytes)),
+            ])
+        });
+        let strings = |names: &[String]| names.iter().cloned().map(Value::String).collect();
+        return print_json(&object(vec![
+            ("shards", count(directory.shards().len())),
+            ("tensors", count(directory.len())),
+            ("shape", shape(&config)),
+            ("classes", Value::Array(tensors.collect())),
+            ("mtp", Value::Bool(has_mtp)),
+            ("indexer", Value::Bool(weights.has_indexer)),
+            ("tokenizer", tokenizer.map_or(Value::Null, |t| count(t.vocab_size()))),
+            ("state_files", Value::Array(strings(&state_files))),
+        ]));
+    }
+    println!("{} shards, {} tensors", directory.shards().len(), directory.len());
+    if let Value::Object(fields) = shape(&config) {
+        for (name, value) in fields {
+            println!("  {name:<22} {}", crate::json::to_compact(&value));
+        }
+    }
+    for ((class, format), (matrices, bytes)) in &classes {
+        println!("  {class:<22} {format:<14} {matrices:>6} matrices  {}", gb(*bytes));
+    }
+    let yes_no = |yes: bool| if yes { "yes" } else { "no" };
+    println!("  {:<22} {}", "draft head (MTP)", yes_no(has_mtp));
+    println!("  {:<22} {}", "indexer", yes_no(weights.has_indexer));
+    match tokenizer {
+        Some(tokenizer) => println!("  {:<22} {} tokens", "tokenizer", tokenizer.vocab_size()),
+        None => println!("  {:<22} none", "tokenizer"),
+    }
+    if !state_files.is_empty() {
+        println!("  {:<22} {}", "state files", state_files.join(" "));
+    }
+    Ok(())
+}
+
+/// The figures of the configuration that decide shapes, as one object.
+fn shape(c: &Config) -> Value {
+    let full = c.indexer.iter().filter(|kind| **kind == IndexerKind::Full).count();
+    let sparse = c.mlp.iter().filter(|kind| **kind == MlpKind::Sparse).count();
+    object(vec![
+        ("vocab_size", count(c.vocab_size)),
+        ("hidden_size", count(c.hidden_size)),
+        ("layers", count(c.num_layers)),
+        ("sparse_layers", count(sparse)),
+        ("heads", count(c.num_heads)),
+        ("q_lora_rank", count(c.q_lora_rank)),
+        ("kv_lora_rank", count(c.kv_lora_rank)),
+        ("qk_nope_head_dim", count(c.qk_nope_head_dim)),
+        ("qk_rope_head_dim", count(c.qk_rope_head_dim)),
+        ("v_head_dim", count(c.v_head_dim)),
+        ("intermediate_size", count(c.intermediate_size)),
+        ("moe_intermediate_size", count(c.moe_intermediate_size)),
+        ("routed_experts", count(c.n_routed_experts)),
+        ("experts_per_token", count(c.top_k)),
+        ("shared_experts", count(c.n_shared_experts)),
+        ("index_topk", count(c.index_topk)),
+        ("full_indexer_layers", count(full)),
+    ])
+}
+
+/// Counts matrices by class and format.
+fn classes(weights: &Weights) -> Classes {
+    let mut classes = Classes::new();
+    let mut add = |class, source: &MatrixSource| {
+        let entry = classes.entry((class, source.format.to_string())).or_default();
+        entry.0 += 1;
+        entry.1 += source.bytes();
+    };
+    for matrix in weights.resident() {
+        add(class_of(&matrix.source.name), &matrix.source);
+    }
+    if &*weights.lm_head.source.name != weights.embedding.source().name.as_ref() {
+        add("embedding", weights.embedding.source());
+    }
+    for layer in &weights.layers {
+        if let Mlp::Sparse(moe) = &layer.mlp {
+            for expert in &moe.experts {
+                for matrix in [&expert.gate, &expert.up, &expert.down] {
+                    add("routed expert", matrix);
+                }
+            }
+        }
+    }
+    classes
+}
+
+/// The class that a resident matrix belongs to, from its name.
+fn class_of(name: &str) -> &'static str {
+    let classes = [
+        (".indexer.", "indexer"),
+        (".self_attn.", "attention"),
+        (".shared_experts.", "shared expert"),
+        (".mlp.gate.weight", "router"),
+        (".mlp.", "dense mlp"),
+        ("embed_tokens", "embedding and head"),
+        ("lm_head", "output head"),
+    ];
+    classes.into_iter().find(|(part, _)| name.contains(part)).map_or("other", |(_, class)| class)
+}
+
+/// Names of state files that engines leave in the directory.
+fn state_files(dir: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(dir).context(|| dir.display().to_string())? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        if name.starts_with(".coli_") {
+            names.push(name);
+        }
+    }
+    names.sort();
+    Ok(names)
+}

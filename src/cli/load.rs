@@ -1,0 +1,144 @@
+//! What verbs share that run the model: the flags, opening it, and progress on a terminal.
+
+#![forbid(unsafe_code)]
+
+use super::{Args, Flag};
+use crate::engine::{Engine, Options};
+use crate::error::{Error, Result};
+use crate::json::{Value, to_compact};
+use crate::model::Observer;
+use crate::plan::{Limit, gb};
+use crate::sys;
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+
+/// Flags of every verb that runs the model.
+pub const FLAGS: &[Flag] = &[
+    super::MODEL,
+    Flag::value("--ctx", "N", "tokens that fit the context (default 4096)").or_env("CTX"),
+    Flag::value("--ram", "GB", "memory for everything (default: 85 % of what is available)")
+        .or_env("RAM_GB"),
+    Flag::value("--cap", "N", "expert slots per layer, instead of --ram"),
+    Flag::value("--chunk", "N", "prompt rows per pass (default 64); never changes a bit"),
+    super::JSON,
+];
+
+/// The options of the shared flags.
+fn options(args: &Args) -> Result<Options> {
+    let mut options = Options::default();
+    if let Some(ctx) = args.number("--ctx", 1..=1usize << 24)? {
+        options.ctx_tokens = ctx;
+    }
+    if let Some(rows) = args.number("--chunk", 1..=4096)? {
+        options.chunk_rows = rows;
+    }
+    let ram = args.number("--ram", 0.001..=1e6)?.map(|gb| Limit::RamBytes((gb * 1e9) as usize));
+    let cap = args.number("--cap", 1..=4096usize)?.map(Limit::SlotsPerLayer);
+    if let Some(limit) = cap.or(ram) {
+        options.limit = limit;
+    }
+    Ok(options)
+}
+
+/// Opens the model that the flags name, with room for at least `tokens` positions where `--ctx`
+/// does not say otherwise. Progress and notes go to stderr.
+pub fn open(args: &Args, tokens: usize) -> Result<Engine> {
+    let mut options = options(args)?;
+    if !args.has("--ctx") {
+        options.ctx_tokens = options.ctx_tokens.max(tokens);
+    }
+    let mut bar = Bar::new("loading");
+    let engine = Engine::open(Path::new(args.required("--model")?), options, |done, all| {
+        bar.show(done, all, || format!("{} of {}", gb(done), gb(all)));
+    })?;
+    bar.clear();
+    if let Some(note) = engine.dense_attention_note() {
+        eprintln!("coli: {note}");
+    }
+    sys::catch_interrupts();
+    Ok(engine)
+}
+
+/// Stops the forward pass between layers once SIGINT arrived; shows the progress of a prompt.
+pub struct Watch {
+    bar: Bar,
+    tokens: usize,
+    layers: usize,
+    position: usize,
+}
+
+impl Watch {
+    /// For a run over `tokens` positions of `engine`'s model.
+    pub fn new(engine: &Engine, tokens: usize) -> Watch {
+        let layers = engine.config().num_layers;
+        Watch { bar: Bar::new("prompt"), tokens, layers, position: 0 }
+    }
+
+    /// Removes the progress line.
+    pub fn clear(&mut self) {
+        self.bar.clear();
+    }
+}
+
+impl Observer for Watch {
+    fn hidden(&mut self, layer: usize, position: usize, _hidden: &[f32]) {
+        // Only the last layer tells that a position is done.
+        if layer == self.layers && position >= self.position {
+            self.position = position + 1;
+            let (done, all) = (self.position.min(self.tokens), self.tokens);
+            self.bar.show(done, all, || format!("{done} of {all} tokens"));
+        }
+    }
+
+    fn interrupted(&mut self) -> bool {
+        sys::interrupted()
+    }
+}
+
+/// A one-line progress display on stderr, only on a terminal.
+struct Bar {
+    label: &'static str,
+    on_terminal: bool,
+    shown_percent: Option<usize>,
+}
+
+impl Bar {
+    fn new(label: &'static str) -> Bar {
+        Bar { label, on_terminal: std::io::stderr().is_terminal(), shown_percent: None }
+    }
+
+    /// Redraws when another percent is done.
+    fn show(&mut self, done: usize, all: usize, text: impl FnOnce() -> String) {
+        let percent = (done as u128 * 100 / all.max(1) as u128) as usize;
+        if self.on_terminal && self.shown_percent != Some(percent) {
+            self.shown_percent = Some(percent);
+            eprint!("\r\x1b[K{} {percent} % ({})", self.label, text());
+        }
+    }
+
+    fn clear(&mut self) {
+        if self.shown_percent.take().is_some() {
+            eprint!("\r\x1b[K");
+        }
+    }
+}
+
+/// Prints one JSON object and a newline to stdout.
+pub fn print_json(value: &Value) -> Result<()> {
+    writeln!(std::io::stdout().lock(), "{}", to_compact(value)).map_err(Error::from)
+}
+
+/// An object from its fields, in order.
+pub fn object(fields: Vec<(&str, Value)>) -> Value {
+    Value::Object(fields.into_iter().map(|(key, value)| (key.to_string(), value)).collect())
+}
+
+/// A count as a JSON integer.
+pub fn count(value: usize) -> Value {
+    Value::Int(value as i64)
+}
+
+/// Token ids as a JSON array.
+pub fn ids(ids: &[u32]) -> Value {
+    Value::Array(ids.iter().map(|id| Value::Int((*id).into())).collect())
+}

@@ -1,0 +1,306 @@
+//! The command line: verbs, their flags, and the rules that hold for all of them.
+//!
+//! Results go to stdout and nothing else does; notes and progress go to stderr. Each verb is one
+//! file with a [`Verb`] that lists every flag it reads: a flag that is not in the list is refused
+//! with the nearest one that is, so no flag can be accepted and ignored.
+
+#![forbid(unsafe_code)]
+
+use crate::error::{Error, Result};
+use std::str::FromStr;
+
+mod info;
+mod load;
+mod logits;
+mod oracle;
+mod render;
+mod run;
+mod tokenize;
+
+/// One flag of a verb.
+pub struct Flag {
+    /// With its dashes: `--ctx`.
+    pub name: &'static str,
+    /// What its value is called in the help text; `None` for a switch.
+    pub value: Option<&'static str>,
+    /// Environment variable that stands in when the flag is absent.
+    pub env: Option<&'static str>,
+    /// One line.
+    pub help: &'static str,
+}
+
+impl Flag {
+    /// A flag that takes a value.
+    pub const fn value(name: &'static str, value: &'static str, help: &'static str) -> Flag {
+        Flag { name, value: Some(value), env: None, help }
+    }
+
+    /// A switch.
+    pub const fn switch(name: &'static str, help: &'static str) -> Flag {
+        Flag { name, value: None, env: None, help }
+    }
+
+    /// The same flag with an environment variable as fallback.
+    pub const fn or_env(mut self, env: &'static str) -> Flag {
+        self.env = Some(env);
+        self
+    }
+}
+
+/// `--model`, which every verb takes.
+const MODEL: Flag =
+    Flag::value("--model", "DIR", "directory with config.json, tokenizer and safetensors")
+        .or_env("COLI_MODEL");
+/// `--json`, which most verbs take.
+const JSON: Flag = Flag::switch("--json", "print exactly one JSON object");
+
+/// One verb of the program.
+pub struct Verb {
+    /// As typed.
+    pub name: &'static str,
+    /// Positional arguments, as shown in the usage line; empty when there are none.
+    pub positional: &'static str,
+    /// One line for the list of verbs.
+    pub summary: &'static str,
+    /// A command that works as it stands.
+    pub example: &'static str,
+    /// Every flag that the verb reads, in groups.
+    pub flags: &'static [&'static [Flag]],
+    /// Does the work.
+    pub run: fn(&Args) -> Result<()>,
+}
+
+/// Every verb, in the order of the help text.
+pub const VERBS: &[&Verb] =
+    &[&run::VERB, &oracle::VERB, &logits::VERB, &tokenize::VERB, &render::VERB, &info::VERB];
+
+/// Parsed arguments of one verb.
+#[derive(Default)]
+pub struct Args {
+    flags: Vec<(&'static str, String)>,
+    /// Arguments that are not flags.
+    pub positional: Vec<String>,
+}
+
+impl Args {
+    /// Reads `words` by the verb's table. Errors are usage errors.
+    fn parse(verb: &Verb, words: &[String]) -> Result<Args> {
+        let mut args = Args::default();
+        let mut words = words.iter();
+        while let Some(word) = words.next() {
+            if word == "--" {
+                args.positional.extend(words.by_ref().cloned());
+                break;
+            }
+            if !word.starts_with('-') || word.len() == 1 {
+                args.positional.push(word.clone());
+                continue;
+            }
+            let (name, inline) = match word.split_once('=') {
+                Some((name, value)) => (name, Some(value.to_string())),
+                None => (word.as_str(), None),
+            };
+            let Some(flag) = verb.flags.iter().copied().flatten().find(|flag| flag.name == name)
+            else {
+                return Err(unknown_flag(verb, name));
+            };
+            let value = match (flag.value, inline) {
+                (None, None) => String::new(),
+                (None, Some(_)) => return Err(Error::usage(format!("{name} takes no value"))),
+                (Some(_), Some(value)) => value,
+                (Some(kind), None) => words
+                    .next()
+                    .cloned()
+                    .ok_or_else(|| Error::usage(format!("{name} needs a value: {kind}")))?,
+            };
+            if args.flags.iter().any(|(given, _)| *given == name) {
+                return Err(Error::usage(format!("{name} is given twice")));
+            }
+            args.flags.push((flag.name, value));
+        }
+        if verb.positional.is_empty()
+            && let Some(extra) = args.positional.first()
+        {
+            return Err(Error::usage(format!("unexpected argument {extra:?}")));
+        }
+        for flag in verb.flags.iter().copied().flatten() {
+            let value = flag.env.and_then(|env| std::env::var(env).ok());
+            if let Some(value) = value.filter(|value| !value.is_empty())
+                && args.get(flag.name).is_none()
+            {
+                args.flags.push((flag.name, value));
+            }
+        }
+        Ok(args)
+    }
+
+    /// The value of a flag; a switch that was given has an empty one.
+    pub fn get(&self, name: &str) -> Option<&str> {
+        self.flags.iter().find(|(flag, _)| *flag == name).map(|(_, value)| value.as_str())
+    }
+
+    /// Whether a switch (or any flag) was given.
+    pub fn has(&self, name: &str) -> bool {
+        self.get(name).is_some()
+    }
+
+    /// The value of a flag that the verb cannot do without.
+    pub fn required(&self, name: &str) -> Result<&str> {
+        self.get(name).ok_or_else(|| Error::usage(format!("{name} is required")))
+    }
+
+    /// A number within `range`, or `None` when the flag is absent.
+    pub fn number<T>(&self, name: &str, range: std::ops::RangeInclusive<T>) -> Result<Option<T>>
+    where
+        T: FromStr + PartialOrd + std::fmt::Display,
+    {
+        let Some(text) = self.get(name) else { return Ok(None) };
+        match text.trim().parse::<T>() {
+            Ok(number) if range.contains(&number) => Ok(Some(number)),
+            _ => {
+                let (low, high) = range.into_inner();
+                let wanted = format!("expected a number from {low} to {high}, found {text:?}");
+                Err(Error::usage(format!("{name}: {wanted}")))
+            }
+        }
+    }
+
+    /// Comma-separated token ids.
+    pub fn ids(&self, name: &str) -> Result<Option<Vec<u32>>> {
+        let Some(text) = self.get(name) else { return Ok(None) };
+        let ids = text.split(',').map(|id| id.trim().parse().map_err(|_| id));
+        ids.collect::<std::result::Result<Vec<u32>, _>>()
+            .map(Some)
+            .map_err(|id| Error::usage(format!("{name}: expected token ids, found {id:?}")))
+    }
+}
+
+/// Runs the program with `words` (without the program's own name).
+pub fn main(words: &[String]) -> Result<()> {
+    let Some(first) = words.first() else {
+        return Err(Error::usage(format!("no verb given\n\n{}", overview())));
+    };
+    match first.as_str() {
+        "--help" | "-h" | "help" => {
+            print!("{}", overview());
+            return Ok(());
+        }
+        "--version" | "-V" => {
+            println!("coli {}", crate::VERSION);
+            return Ok(());
+        }
+        _ => {}
+    }
+    let Some(verb) = VERBS.iter().find(|verb| verb.name == first) else {
+        let names = VERBS.iter().map(|verb| verb.name);
+        let hint = nearest(first, names).map_or(String::new(), |n| format!(", did you mean {n}?"));
+        return Err(Error::usage(format!("unknown verb {first:?}{hint} (see coli --help)")));
+    };
+    if words[1..].iter().take_while(|word| *word != "--").any(|w| w == "--help" || w == "-h") {
+        print!("{}", help(verb));
+        return Ok(());
+    }
+    let args = Args::parse(verb, &words[1..])
+        .map_err(|error| error.context(format!("coli {}", verb.name)))?;
+    (verb.run)(&args)
+}
+
+/// The program's own help text.
+fn overview() -> String {
+    let mut text = String::from(
+        "coli runs GLM-5.2 from its safetensors; the routed experts stay on disk.\n\n\
+         usage: coli VERB [FLAGS]\n\nverbs:\n",
+    );
+    for verb in VERBS {
+        text += &format!("  {:<10} {}\n", verb.name, verb.summary);
+    }
+    text + "\ncoli VERB --help lists the flags of a verb, with an example.\n"
+}
+
+/// The help text of one verb.
+fn help(verb: &Verb) -> String {
+    let positional = if verb.positional.is_empty() { "" } else { " " };
+    let mut text = format!(
+        "{}\n\nusage: coli {} [FLAGS]{positional}{}\n\nflags:\n",
+        verb.summary, verb.name, verb.positional
+    );
+    for flag in verb.flags.iter().copied().flatten() {
+        let name = flag.value.map_or(flag.name.into(), |value| format!("{} {value}", flag.name));
+        let env = flag.env.map_or(String::new(), |env| format!(" (or {env})"));
+        text += &format!("  {name:<18} {}{env}\n", flag.help);
+    }
+    text + &format!("\nexample:\n  {}\n", verb.example)
+}
+
+fn unknown_flag(verb: &Verb, name: &str) -> Error {
+    let names = verb.flags.iter().copied().flatten().map(|flag| flag.name);
+    let hint = nearest(name, names).map_or(String::new(), |n| format!(", did you mean {n}?"));
+    Error::usage(format!("unknown flag {name}{hint}"))
+}
+
+/// The candidate with the smallest edit distance, if it is at most half the word away.
+fn nearest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let (distance, best) = candidates.map(|c| (edit_distance(word, c), c)).min()?;
+    (distance * 2 <= word.len()).then_some(best)
+}
+
+/// Insertions, deletions and replacements from `a` to `b`.
+fn edit_distance(a: &str, b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=b.chars().count()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.chars().enumerate() {
+            let replaced = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.chars().count()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(text: &str) -> Vec<String> {
+        text.split(' ').map(String::from).collect()
+    }
+
+    const TEST: Verb = Verb {
+        name: "test",
+        positional: "",
+        summary: "",
+        example: "",
+        flags: &[&[Flag::value("--ctx", "N", ""), JSON]],
+        run: |_| Ok(()),
+    };
+
+    #[test]
+    fn unknown_flags_are_refused_with_the_nearest_known_one() {
+        let error = Args::parse(&TEST, &words("--ctxx 5")).err().unwrap();
+        assert_eq!(error.to_string(), "unknown flag --ctxx, did you mean --ctx?");
+        assert_eq!(error.exit_code(), 2);
+        let error = main(&words("logit")).unwrap_err().to_string();
+        assert!(error.contains("did you mean logits?"), "{error}");
+    }
+
+    #[test]
+    fn values_are_checked_for_presence_range_and_repetition() {
+        for bad in ["--ctx", "--ctx 4 --ctx 5", "--json=1", "stray"] {
+            assert!(Args::parse(&TEST, &words(bad)).is_err(), "{bad}");
+        }
+        let args = Args::parse(&TEST, &words("--ctx=9 --json")).unwrap();
+        assert_eq!(args.number("--ctx", 1..=10usize).unwrap(), Some(9));
+        assert!(args.has("--json"));
+        let error = args.number("--ctx", 1..=8usize).unwrap_err().to_string();
+        assert_eq!(error, "--ctx: expected a number from 1 to 8, found \"9\"");
+    }
+
+    #[test]
+    fn edit_distance_counts_single_changes() {
+        assert_eq!(edit_distance("--ctx", "--ctx"), 0);
+        assert_eq!(edit_distance("kitten", "sitting"), 3);
+        assert_eq!(edit_distance("", "abc"), 3);
+    }
+}

@@ -1,0 +1,190 @@
+//! `coli oracle`: proves the engine against a reference: teacher forcing, greedy decoding and,
+//! where given, every logit.
+//!
+//! Teacher forcing runs `full_ids` once and compares the argmax at every position with `tf_pred`.
+//! Greedy decoding starts from `prompt_ids` and must reproduce the rest of `full_ids` token by
+//! token, through the cache. The exit code is 0 only if everything holds.
+
+#![forbid(unsafe_code)]
+
+use super::load::{count, object, open, print_json};
+use super::{Args, Flag, Verb, load};
+use crate::bail;
+use crate::engine::Engine;
+use crate::error::{Context, Error, Result};
+use crate::json::{self, Limits, Value};
+use crate::sample::argmax;
+use std::path::{Path, PathBuf};
+
+/// The verb's table entry.
+pub const VERB: Verb = Verb {
+    name: "oracle",
+    positional: "",
+    summary: "check the engine against a reference: teacher forcing, greedy, logits",
+    example: "coli oracle --model tests/fixtures/a_seed --logits \
+              tests/fixtures/a_seed/logits_cfgeps.f32",
+    flags: &[
+        load::FLAGS,
+        &[
+            Flag::value("--ref", "FILE", "prompt_ids, full_ids, tf_pred (default: MODEL/ref.json)"),
+            Flag::value("--logits", "FILE", "raw little-endian f32 [T, V] to compare with"),
+            Flag::value("--tolerance", "X", "largest |Δlogit| that holds (default 1e-4)"),
+        ],
+    ],
+    run,
+};
+
+/// A reference file.
+pub struct Reference {
+    /// The prompt.
+    pub prompt_ids: Vec<u32>,
+    /// The prompt and its greedy continuation.
+    pub full_ids: Vec<u32>,
+    /// Argmax at every position of `full_ids`.
+    pub tf_pred: Vec<u32>,
+}
+
+impl Reference {
+    /// Reads and checks the file; other keys are ignored.
+    pub fn read(path: &Path) -> Result<Reference> {
+        let parse = || {
+            let bytes = std::fs::read(path)?;
+            let value = json::parse(&bytes, Limits::default())?;
+            let reference = Reference {
+                prompt_ids: id_list(&value, "prompt_ids")?,
+                full_ids: id_list(&value, "full_ids")?,
+                tf_pred: id_list(&value, "tf_pred")?,
+            };
+            let (full, predicted) = (reference.full_ids.len(), reference.tf_pred.len());
+            if full != predicted {
+                bail!("tf_pred has {predicted} entries, full_ids {full}");
+            }
+            if reference.prompt_ids.is_empty()
+                || !reference.full_ids.starts_with(&reference.prompt_ids)
+            {
+                bail!("prompt_ids is not the beginning of full_ids");
+            }
+            Ok(reference)
+        };
+        parse().context(|| path.display())
+    }
+}
+
+fn id_list(value: &Value, key: &str) -> Result<Vec<u32>> {
+    let Some(list) = value.get(key).and_then(Value::as_array) else {
+        bail!("{key}: expected an array of token ids");
+    };
+    let id = |v: &Value| v.as_u64().and_then(|id| u32::try_from(id).ok());
+    match list.iter().map(id).collect() {
+        Some(ids) => Ok(ids),
+        None => bail!("{key}: expected token ids, found something else in the array"),
+    }
+}
+
+/// Difference of two sets of logits.
+#[derive(Clone, Copy, Default)]
+struct Difference {
+    max_abs: f64,
+    square_sum: f64,
+    count: usize,
+}
+
+impl Difference {
+    fn rms(&self) -> f64 {
+        (self.square_sum / self.count.max(1) as f64).sqrt()
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    let default_ref = || Path::new(args.get("--model").unwrap_or_default()).join("ref.json");
+    let path = args.get("--ref").map_or_else(default_ref, PathBuf::from);
+    let tolerance = args.number("--tolerance", 0.0..=1e9)?.unwrap_or(1e-4);
+    args.required("--model")?;
+    let reference = Reference::read(&path)?;
+    let engine = open(args, reference.full_ids.len())?;
+    let gold = args.get("--logits").map(|p| read_logits(p, &reference, &engine)).transpose()?;
+    let (forced, difference) = teacher_forcing(&engine, &reference, gold.as_deref())?;
+    let greedy = greedy(&engine, &reference)?;
+    let (forced_total, greedy_total) =
+        (reference.tf_pred.len(), reference.full_ids.len() - reference.prompt_ids.len());
+    let close = difference.is_none_or(|d| d.max_abs <= tolerance);
+    let pass = forced == forced_total && greedy == greedy_total && close;
+    if args.has("--json") {
+        let matched =
+            |matched, total| object(vec![("matched", count(matched)), ("total", count(total))]);
+        let logits = difference.map_or(Value::Null, |d| {
+            object(vec![("max_abs", Value::Float(d.max_abs)), ("rms", Value::Float(d.rms()))])
+        });
+        print_json(&object(vec![
+            ("teacher_forcing", matched(forced, forced_total)),
+            ("greedy", matched(greedy, greedy_total)),
+            ("logits", logits),
+            ("pass", Value::Bool(pass)),
+        ]))?;
+    } else {
+        let logits = difference.map_or(String::new(), |d| {
+            format!(" · max|Δlogit| {:.1e} · rms {:.1e}", d.max_abs, d.rms())
+        });
+        println!(
+            "teacher-forcing {forced}/{forced_total} · greedy {greedy}/{greedy_total}{logits}"
+        );
+    }
+    if !pass {
+        return Err(Error::new(format!("the engine does not match {}", path.display())));
+    }
+    Ok(())
+}
+
+fn read_logits(path: &str, reference: &Reference, engine: &Engine) -> Result<Vec<f32>> {
+    let bytes = std::fs::read(path).context(|| path)?;
+    let (tokens, vocab) = (reference.full_ids.len(), engine.config().vocab_size);
+    let expected = tokens * vocab * 4;
+    if bytes.len() != expected {
+        let found = bytes.len();
+        bail!("{path}: expected {expected} bytes (f32 [{tokens}, {vocab}]), found {found}");
+    }
+    Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+}
+
+/// Positions whose argmax is the reference's, and the difference from `gold` if there is one.
+fn teacher_forcing(
+    engine: &Engine,
+    reference: &Reference,
+    gold: Option<&[f32]>,
+) -> Result<(usize, Option<Difference>)> {
+    let (mut matched, mut position) = (0, 0);
+    let mut difference = gold.map(|_| Difference::default());
+    let mut watch = load::Watch::new(engine, reference.full_ids.len());
+    engine.session().logits_of_all(&reference.full_ids, &mut watch, |logits| {
+        matched += usize::from(argmax(logits)? == reference.tf_pred[position]);
+        if let (Some(d), Some(gold)) = (&mut difference, gold) {
+            let gold = &gold[position * logits.len()..(position + 1) * logits.len()];
+            for (a, b) in logits.iter().zip(gold) {
+                let delta = *a as f64 - *b as f64;
+                d.max_abs = d.max_abs.max(delta.abs());
+                d.square_sum += delta * delta;
+                d.count += 1;
+            }
+        }
+        position += 1;
+        Ok(())
+    })?;
+    watch.clear();
+    Ok((matched, difference))
+}
+
+/// Tokens of the greedy continuation that equal the reference's, until the first that differs.
+fn greedy(engine: &Engine, reference: &Reference) -> Result<usize> {
+    let mut tokens = reference.prompt_ids.clone();
+    let mut session = engine.session();
+    let mut watch = load::Watch::new(engine, tokens.len());
+    while tokens.len() < reference.full_ids.len() {
+        let next = argmax(session.advance(&tokens, &mut watch)?)?;
+        if next != reference.full_ids[tokens.len()] {
+            break;
+        }
+        tokens.push(next);
+    }
+    watch.clear();
+    Ok(tokens.len() - reference.prompt_ids.len())
+}

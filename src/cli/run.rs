@@ -1,0 +1,210 @@
+//! `coli run`: one prompt in, one reply out.
+//!
+//! A prompt is one user turn of the chat template, unless `--raw` or `--ids` hand over the tokens
+//! themselves. Without `--json` the text is streamed, whole characters at a time.
+
+#![forbid(unsafe_code)]
+
+use super::load::{count, ids, object, open, print_json};
+use super::{Args, Flag, Verb, load};
+use crate::bail;
+use crate::chat;
+use crate::engine::{Engine, Finish};
+use crate::error::{Context, Error, Result};
+use crate::json::Value;
+use crate::reply::Reply;
+use crate::sample::{Params, Sampler};
+use crate::sys;
+use crate::tokenizer::Special;
+use std::io::Write;
+use std::path::Path;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// The verb's table entry.
+pub const VERB: Verb = Verb {
+    name: "run",
+    positional: "PROMPT…",
+    summary: "complete one prompt",
+    example: "coli run --model oracle/demo --temp 0 -n 32 \"Tell me about the sea.\"",
+    flags: &[
+        load::FLAGS,
+        &[
+            Flag::value("--prompt-file", "FILE", "read the prompt from a file"),
+            Flag::value("--ids", "1,2,3", "the prompt as token ids"),
+            Flag::switch("--raw", "no chat template; control tokens in the prompt are parsed"),
+            Flag::switch("--think", "let the model think first"),
+            Flag::value("-n", "N", "at most N new tokens (default 256)").or_env("NGEN"),
+            Flag::value("--temp", "X", "temperature, 0 is greedy (default 1)"),
+            Flag::value("--top-p", "X", "nucleus of the distribution (default 0.95)"),
+            Flag::value("--top-k", "N", "only the N best tokens (default 0: all)"),
+            Flag::value("--min-p", "X", "only tokens this likely against the best (default 0)"),
+            Flag::value("--seed", "N", "seed of all draws (default: from the clock)"),
+            Flag::value("--stop", "TEXT", "end before this text"),
+        ],
+    ],
+    run,
+};
+
+/// New tokens when `-n` does not say.
+const NEW_TOKENS_DEFAULT: usize = 256;
+
+fn run(args: &Args) -> Result<()> {
+    let params = params(args)?;
+    let new_tokens = args.number("-n", 1..=1usize << 24)?.unwrap_or(NEW_TOKENS_DEFAULT);
+    let text = prompt_text(args)?;
+    let start = Instant::now();
+    let engine = open(args, 0)?;
+    let load_s = start.elapsed().as_secs_f64();
+    let (prompt, thinking) = match text {
+        None => (args.ids("--ids")?.expect("there is a prompt of one kind"), false),
+        Some(text) => prompt_ids(&engine, args, text)?,
+    };
+    let stops: Vec<String> = args.get("--stop").map(String::from).into_iter().collect();
+    let tokenizer = engine.tokenizer().ok();
+    if tokenizer.is_none() && !stops.is_empty() {
+        bail!("--stop needs a tokenizer.json in the model directory");
+    }
+    let mut reply = tokenizer.map(|tokenizer| Reply::new(tokenizer, thinking, &stops));
+    let mut new_ids = Vec::new();
+    let show = |text: &str| if args.has("--json") { Ok(()) } else { print_now(text) };
+    let mut sampler = Sampler::new(params, engine.never_sampled())?;
+    let mut session = engine.session();
+    let mut watch = load::Watch::new(&engine, prompt.len());
+    let start = Instant::now();
+    let mut first_s = None;
+    let finish = session.generate(&prompt, new_tokens, &mut sampler, &mut watch, |id, watch| {
+        watch.clear();
+        first_s.get_or_insert_with(|| start.elapsed().as_secs_f64());
+        new_ids.push(id);
+        let Some(reply) = &mut reply else { return Ok(true) };
+        show(&reply.push(id))?;
+        Ok(!reply.stopped())
+    })?;
+    let total_s = start.elapsed().as_secs_f64();
+    let prefill_s = first_s.unwrap_or(total_s);
+    if let Some(reply) = &mut reply {
+        show(&reply.finish(finish))?;
+    }
+    if args.has("--json") {
+        let timings = Timings { load_s, prefill_s, decode_s: total_s - prefill_s };
+        let done = Done { prompt_tokens: prompt.len(), new_ids, reply, finish, timings };
+        return print_json(&summary(&engine, &done));
+    }
+    if reply.is_none() {
+        let ids: Vec<String> = new_ids.iter().map(u32::to_string).collect();
+        print_now(&ids.join(","))?;
+    }
+    print_now("\n")
+}
+
+/// Text to stdout, at once.
+fn print_now(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).context(|| "stdout")
+}
+
+/// Sampling parameters of the flags.
+fn params(args: &Args) -> Result<Params> {
+    let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
+    let params = Params {
+        temperature: args.number("--temp", 0.0..=100.0)?.unwrap_or(1.0),
+        top_p: args.number("--top-p", f32::MIN_POSITIVE..=1.0)?.unwrap_or(0.95),
+        top_k: args.number("--top-k", 0..=usize::MAX)?.unwrap_or(0),
+        min_p: args.number("--min-p", 0.0..=1.0)?.unwrap_or(0.0),
+        seed: args.number("--seed", 0..=u64::MAX)?.unwrap_or_else(clock),
+    };
+    params.validate()?;
+    Ok(params)
+}
+
+/// The prompt as text, or `None` when it is given as ids. Exactly one form must be given.
+fn prompt_text(args: &Args) -> Result<Option<String>> {
+    let forms = [!args.positional.is_empty(), args.has("--prompt-file"), args.has("--ids")];
+    if forms.iter().filter(|given| **given).count() != 1 {
+        let forms = "a PROMPT, --prompt-file or --ids";
+        return Err(Error::usage(format!("coli run: expected exactly one of {forms}")));
+    }
+    if let Some(path) = args.get("--prompt-file") {
+        return std::fs::read_to_string(Path::new(path)).map(Some).context(|| path);
+    }
+    args.ids("--ids")?;
+    Ok((!args.positional.is_empty()).then(|| args.positional.join(" ")))
+}
+
+/// The tokens of a prompt, and whether they end in an open think block: rendered as one user turn,
+/// or as it stands with `--raw`.
+fn prompt_ids(engine: &Engine, args: &Args, text: String) -> Result<(Vec<u32>, bool)> {
+    let tokenizer = engine.tokenizer()?;
+    if args.has("--raw") {
+        return Ok((tokenizer.encode(&text, Special::Parse), false));
+    }
+    let message =
+        object(vec![("role", Value::String("user".into())), ("content", Value::String(text))]);
+    let request = object(vec![
+        ("messages", Value::Array(vec![message])),
+        ("enable_thinking", Value::Bool(args.has("--think"))),
+    ]);
+    let prompt = chat::render(&request)?;
+    Ok((prompt.ids(tokenizer)?, prompt.is_thinking()))
+}
+
+/// Wall-clock seconds of the three phases.
+struct Timings {
+    load_s: f64,
+    prefill_s: f64,
+    decode_s: f64,
+}
+
+/// A finished run.
+struct Done<'a> {
+    prompt_tokens: usize,
+    new_ids: Vec<u32>,
+    reply: Option<Reply<'a>>,
+    finish: Finish,
+    timings: Timings,
+}
+
+/// The object that `--json` prints.
+fn summary(engine: &Engine, done: &Done<'_>) -> Value {
+    let (new_tokens, timings) = (done.new_ids.len(), &done.timings);
+    let text = |part: fn(&Reply<'_>) -> String| {
+        done.reply.as_ref().map_or(Value::Null, |reply| Value::String(part(reply)))
+    };
+    let rate = |tokens: usize, seconds: f64| {
+        Value::Float(if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 })
+    };
+    let finish = match done.finish {
+        Finish::Stop => "stop",
+        Finish::Length => "length",
+    };
+    let counters = engine.expert_counters();
+    let drafts =
+        vec![("proposed", count(0)), ("accepted", count(0)), ("forwards", count(new_tokens))];
+    object(vec![
+        ("prompt_tokens", count(done.prompt_tokens)),
+        ("ids", ids(&done.new_ids)),
+        ("text", text(|reply| reply.content().to_string())),
+        ("reasoning", text(|reply| reply.reasoning().to_string())),
+        ("finish_reason", Value::String(finish.into())),
+        ("drafts", object(drafts)),
+        (
+            "experts",
+            object(vec![
+                ("hits", count(counters.hits as usize)),
+                ("misses", count(counters.misses as usize)),
+                ("bytes_read", count(counters.bytes_read as usize)),
+            ]),
+        ),
+        (
+            "timings",
+            object(vec![
+                ("load_s", Value::Float(timings.load_s)),
+                ("prefill_s", Value::Float(timings.prefill_s)),
+                ("decode_s", Value::Float(timings.decode_s)),
+                ("prefill_tok_s", rate(done.prompt_tokens, timings.prefill_s)),
+                ("decode_tok_s", rate(new_tokens.saturating_sub(1), timings.decode_s)),
+            ]),
+        ),
+        ("peak_rss_bytes", count(sys::peak_rss_bytes())),
+    ])
+}

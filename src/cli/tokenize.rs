@@ -1,0 +1,177 @@
+//! `coli tokenize`: text to token ids and back, on standard input and output.
+//!
+//! Owns the forms of its input and output; the work is the tokenizer's. Input is taken whole, or
+//! line by line with `--jsonl`, so that a test can compare any text, line ends included.
+
+#![forbid(unsafe_code)]
+
+use super::{Args, Flag, Verb};
+use crate::bail;
+use crate::error::{Context, Error, Result};
+use crate::json::{self, Limits, Value};
+use crate::tokenizer::{Special, Tokenizer};
+use std::io::{BufRead, BufWriter, Write};
+use std::path::Path;
+
+/// The verb's table entry.
+pub const VERB: Verb = Verb {
+    name: "tokenize",
+    positional: "",
+    summary: "turn text on stdin into token ids, or ids into text",
+    example: "echo 'Hello there' | coli tokenize --model oracle/demo",
+    flags: &[&[
+        super::MODEL,
+        Flag::value("--special", "on|off", "whether marker text becomes control tokens (off)"),
+        Flag::switch("--jsonl", "each line is a JSON string (with --decode: an array of ids)"),
+        Flag::switch("--decode", "read ids, print text"),
+        super::JSON,
+    ]],
+    run,
+};
+
+fn run(args: &Args) -> Result<()> {
+    let special = match args.get("--special").unwrap_or("off") {
+        "on" => Special::Parse,
+        "off" => Special::Text,
+        other => return Err(Error::usage(format!("--special: expected on or off, found {other}"))),
+    };
+    let options = TokenizeOptions {
+        special,
+        jsonl: args.has("--jsonl"),
+        decode: args.has("--decode"),
+        json: args.has("--json"),
+    };
+    let tokenizer = Tokenizer::load(&Path::new(args.required("--model")?).join("tokenizer.json"))?;
+    let mut out = BufWriter::new(std::io::stdout().lock());
+    tokenize(&tokenizer, options, &mut std::io::stdin().lock(), &mut out)?;
+    Ok(out.flush()?)
+}
+
+/// What to do with the input.
+#[derive(Clone, Copy, Debug, Default)]
+struct TokenizeOptions {
+    /// Whether the text of added tokens becomes those tokens.
+    special: Special,
+    /// Each line of the input is one JSON value, and gives one JSON object on a line.
+    jsonl: bool,
+    /// The input is token ids, the output text.
+    decode: bool,
+    /// The output is a JSON object instead of bare ids or text.
+    json: bool,
+}
+
+/// Tokenizes `input` to `out`. Text in becomes `{"ids":[…]}`, or ids between spaces; ids in, bare
+/// or a JSON array, become `{"text":…}`, or the text as it is. With `jsonl` a line of input is a
+/// JSON string, or an array of ids to decode.
+///
+/// # Errors
+/// Input that is not UTF-8 or not of the form asked for, ids out of range, failed reads or writes.
+fn tokenize(
+    tokenizer: &Tokenizer,
+    options: TokenizeOptions,
+    input: &mut dyn BufRead,
+    out: &mut dyn Write,
+) -> Result<()> {
+    if !options.jsonl {
+        let mut bytes = Vec::new();
+        input.read_to_end(&mut bytes)?;
+        let text = String::from_utf8(bytes).map_err(|error| {
+            let offset = error.utf8_error().valid_up_to();
+            Error::new(format!("the input is not UTF-8 at byte {offset}"))
+        })?;
+        return tokenize_text(tokenizer, options, &text, out);
+    }
+    let mut line = Vec::new();
+    for number in 1.. {
+        line.clear();
+        if input.read_until(b'\n', &mut line)? == 0 {
+            break;
+        }
+        tokenize_line(tokenizer, options, &line, out).context(|| format!("line {number}"))?;
+    }
+    Ok(())
+}
+
+/// The whole input as one text, or as ids.
+fn tokenize_text(
+    tokenizer: &Tokenizer,
+    options: TokenizeOptions,
+    text: &str,
+    out: &mut dyn Write,
+) -> Result<()> {
+    if options.decode {
+        let ids = parse_ids(text)?;
+        let text = tokenizer.decode(&ids, false)?;
+        return if options.json {
+            write_text(&text, out)
+        } else {
+            Ok(out.write_all(text.as_bytes())?)
+        };
+    }
+    let ids = tokenizer.encode(text, options.special);
+    if options.json {
+        return write_ids(&ids, out);
+    }
+    Ok(writeln!(out, "{}", join(&ids, " "))?)
+}
+
+/// One line of JSON: a string to encode, or ids to decode.
+fn tokenize_line(
+    tokenizer: &Tokenizer,
+    options: TokenizeOptions,
+    line: &[u8],
+    out: &mut dyn Write,
+) -> Result<()> {
+    let value = json::parse(line, Limits::default())?;
+    if options.decode {
+        return write_text(&tokenizer.decode(&ids_of(&value)?, false)?, out);
+    }
+    let Some(text) = value.as_str() else {
+        bail!("expected a JSON string, found {}", value.kind());
+    };
+    write_ids(&tokenizer.encode(text, options.special), out)
+}
+
+/// Ids between spaces or line ends, or a JSON array of them.
+fn parse_ids(text: &str) -> Result<Vec<u32>> {
+    if text.trim_start().starts_with(['[', '{']) {
+        return ids_of(&json::parse(text.as_bytes(), Limits::default())?);
+    }
+    let parse = |word: &str| {
+        word.parse().map_err(|_| Error::new(format!("expected a token id, found {word:?}")))
+    };
+    text.split_ascii_whitespace().map(parse).collect()
+}
+
+/// The ids in an array, or in the member `ids` of an object.
+fn ids_of(value: &Value) -> Result<Vec<u32>> {
+    let Some(ids) = value.get("ids").unwrap_or(value).as_array() else {
+        bail!("expected an array of token ids, found {}", value.kind());
+    };
+    let id_of = |id: &Value| {
+        let found = id.as_u64().and_then(|id| u32::try_from(id).ok());
+        found.ok_or_else(|| Error::new(format!("expected a token id, found {}", id.kind())))
+    };
+    ids.iter().map(id_of).collect()
+}
+
+fn write_ids(ids: &[u32], out: &mut dyn Write) -> Result<()> {
+    Ok(writeln!(out, "{{\"ids\":[{}]}}", join(ids, ","))?)
+}
+
+fn write_text(text: &str, out: &mut dyn Write) -> Result<()> {
+    let mut quoted = String::new();
+    json::write_str_compact(&mut quoted, text);
+    Ok(writeln!(out, "{{\"text\":{quoted}}}")?)
+}
+
+fn join(ids: &[u32], separator: &str) -> String {
+    let mut text = String::with_capacity(ids.len() * 7);
+    for (at, id) in ids.iter().enumerate() {
+        if at > 0 {
+            text.push_str(separator);
+        }
+        text.push_str(&id.to_string());
+    }
+    text
+}
