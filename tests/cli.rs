@@ -1,0 +1,227 @@
+//! The program as its users meet it: exit codes, streams, help texts and machine-readable output.
+
+mod common;
+
+use colibri::json::{self, Limits, Value};
+use common::{TempDir, fixture};
+use std::io::{Read, Write};
+use std::process::{Command, Output, Stdio};
+
+/// Runs `coli` without the environment's own settings.
+fn command(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_coli"));
+    command.args(args);
+    for name in ["COLI_MODEL", "CTX", "RAM_GB", "NGEN"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+fn coli(args: &[&str]) -> Output {
+    command(args).output().unwrap()
+}
+
+fn with_stdin(args: &[&str], input: &[u8]) -> Output {
+    let mut child = command(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(input).unwrap();
+    child.wait_with_output().unwrap()
+}
+
+fn model(name: &str) -> String {
+    fixture(name).display().to_string()
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
+}
+
+/// Stdout as exactly one JSON object and a newline.
+fn one_object(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let line = text(&output.stdout).strip_suffix('\n').unwrap();
+    assert!(!line.contains('\n'), "more than one line: {line}");
+    let value = json::parse(line.as_bytes(), Limits::default()).unwrap();
+    assert!(value.as_object().is_some());
+    value
+}
+
+#[test]
+fn help_and_version_exist_everywhere_and_every_verb_shows_an_example() {
+    let help = coli(&["--help"]);
+    assert!(help.status.success() && help.stderr.is_empty());
+    assert_eq!(text(&coli(&["--version"]).stdout), format!("coli {}\n", colibri::VERSION));
+    for verb in colibri::cli::VERBS {
+        assert!(text(&help.stdout).contains(verb.name));
+        let help = coli(&[verb.name, "--help"]);
+        let stdout = text(&help.stdout);
+        assert!(help.status.success());
+        assert!(stdout.contains("example:") && stdout.contains("--model DIR"), "{}", verb.name);
+    }
+}
+
+#[test]
+fn wrong_usage_exits_with_2_and_leaves_stdout_empty() {
+    let model = model("a_seed");
+    let cases: [&[&str]; 9] = [
+        &[],
+        &["frobnicate"],
+        &["run", "--modle", &model, "hi"],
+        &["run", "hi"],
+        &["run", "--model", &model],
+        &["run", "--model", &model, "--ids", "1", "hi"],
+        &["run", "--model", &model, "--temp", "hot", "hi"],
+        &["run", "--model", &model, "--ids", "1,x"],
+        &["logits", "--model", &model],
+    ];
+    for args in cases {
+        let output = coli(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {}", text(&output.stderr));
+        assert!(output.stdout.is_empty() && text(&output.stderr).starts_with("coli: "));
+    }
+    let error = coli(&["run", "--modle", &model, "hi"]);
+    assert!(text(&error.stderr).contains("did you mean --model?"));
+}
+
+#[test]
+fn failures_exit_with_1_and_name_the_file() {
+    let output = coli(&["info", "--model", "does/not/exist"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("does/not/exist/config.json"), "{output:?}");
+    // A shard that cannot be opened: a dangling link, which no privilege can read.
+    let dir = TempDir::with_fixture("dangling", "a_seed");
+    std::os::unix::fs::symlink("nowhere", dir.0.join("out-00001.safetensors")).unwrap();
+    let output = coli(&["info", "--model", &dir.0.display().to_string()]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("out-00001.safetensors"), "{output:?}");
+    // Text without a tokenizer.
+    let output = coli(&["run", "--model", &model("a_seed"), "hi"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("no tokenizer.json"), "{output:?}");
+}
+
+#[test]
+fn oracle_passes_on_the_reference_and_fails_on_another() {
+    let gold = fixture("a_seed").join("logits_cfgeps.f32").display().to_string();
+    let args = ["oracle", "--model", &model("a_seed"), "--logits", &gold, "--tolerance", "1e-5"];
+    let output = coli(&args);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).starts_with("teacher-forcing 32/32 · greedy 20/20 · max|Δlogit|"));
+
+    // One wrong prediction, or logits of another evaluation, and the check does not hold.
+    let dir = TempDir::new("oracle");
+    let wrong = dir.0.join("ref.json");
+    let reference = std::fs::read_to_string(fixture("a_seed").join("ref.json")).unwrap();
+    std::fs::write(&wrong, reference.replace("\"tf_pred\": [139,", "\"tf_pred\": [138,")).unwrap();
+    let wrong = wrong.display().to_string();
+    let output = coli(&["oracle", "--model", &model("a_seed"), "--ref", &wrong, "--json"]);
+    assert_eq!(output.status.code(), Some(1));
+    let value = json::parse(&output.stdout, Limits::default()).unwrap();
+    let forced = value.get("teacher_forcing").unwrap();
+    assert_eq!(forced.get("matched").unwrap().as_u64(), Some(31));
+    assert_eq!(value.get("pass").unwrap().as_bool(), Some(false));
+    let other = fixture("a_seed").join("logits_gold.f32").display().to_string();
+    let args = ["oracle", "--model", &model("a_seed"), "--logits", &other, "--tolerance", "1e-5"];
+    assert_eq!(coli(&args).status.code(), Some(1));
+}
+
+/// FNV-1a computed here over the file, and the file's size.
+#[test]
+fn logits_prints_the_hash_of_the_bytes_that_it_wrote() {
+    let dir = TempDir::new("logits");
+    let out = dir.0.join("logits.f32").display().to_string();
+    let args = ["logits", "--model", &model("e_odd_untied"), "--ids", "5,6,7", "--out", &out];
+    let value = one_object(&coli(&args));
+    let bytes = std::fs::read(&out).unwrap();
+    assert_eq!(bytes.len(), 3 * 251 * 4);
+    let hash = bytes.iter().fold(0xcbf29ce484222325u64, |hash, byte| {
+        (hash ^ *byte as u64).wrapping_mul(0x100000001b3)
+    });
+    assert_eq!(value.get("fnv1a64").unwrap().as_str(), Some(format!("{hash:016x}").as_str()));
+    assert_eq!(value.get("tokens").unwrap().as_u64(), Some(3));
+}
+
+#[test]
+fn run_on_ids_reproduces_the_reference_and_counts_what_it_did() {
+    let reference = common::read_json(&fixture("a_seed").join("ref.json"));
+    let full = common::integers(reference.get("full_ids").unwrap());
+    let prompt: Vec<String> = full[..12].iter().map(u32::to_string).collect();
+    let args =
+        ["run", "--model", &model("a_seed"), "--ids", &prompt.join(","), "-n", "20", "--temp", "0"];
+    let plain = coli(&args);
+    let want: Vec<String> = full[12..].iter().map(u32::to_string).collect();
+    assert_eq!(text(&plain.stdout), want.join(",") + "\n");
+    let value = one_object(&coli(&[&args[..], &["--json"]].concat()));
+    assert_eq!(common::integers(value.get("ids").unwrap()), full[12..]);
+    assert_eq!(value.get("finish_reason").unwrap().as_str(), Some("length"));
+    assert_eq!(value.get("prompt_tokens").unwrap().as_u64(), Some(12));
+    assert!(value.get("experts").unwrap().get("misses").unwrap().as_u64() > Some(0));
+    assert!(value.get("peak_rss_bytes").unwrap().as_u64() > Some(1_000_000));
+}
+
+/// The configured end-of-sequence id is what the model says first: the turn ends at once, with
+/// nothing of it in the reply. Ids of generation_config.json count as well.
+#[test]
+fn every_stop_id_ends_the_turn_and_never_reaches_the_reply() {
+    let reference = common::read_json(&fixture("a_seed").join("ref.json"));
+    let full = common::integers(reference.get("full_ids").unwrap());
+    let prompt: Vec<String> = full[..12].iter().map(u32::to_string).collect();
+    let config = std::fs::read_to_string(fixture("a_seed").join("config.json")).unwrap();
+    for (file, stop, replied) in [
+        ("config.json", full[12], 0),
+        ("config.json", full[14], 2),
+        ("generation_config.json", full[13], 1),
+    ] {
+        let dir = TempDir::with_fixture(&format!("stop-{stop}"), "a_seed");
+        let eos = format!("\"eos_token_id\": [1, {stop}]");
+        let changed = match file {
+            "config.json" => config.replace("\"eos_token_id\": 1", &eos),
+            _ => format!("{{{eos}}}"),
+        };
+        std::fs::write(dir.0.join(file), changed).unwrap();
+        let dir = dir.0.display().to_string();
+        let args = ["run", "--model", &dir, "--ids", &prompt.join(","), "--temp", "0", "--json"];
+        let value = one_object(&coli(&args));
+        assert_eq!(value.get("finish_reason").unwrap().as_str(), Some("stop"));
+        assert_eq!(common::integers(value.get("ids").unwrap()), full[12..12 + replied]);
+    }
+}
+
+#[test]
+fn the_same_seed_draws_the_same_tokens() {
+    let run = |seed: &str| {
+        let args = ["run", "--model", &model("b_dsa_full"), "--ids", "1,2,3", "-n", "24"];
+        text(&coli(&[&args[..], &["--temp", "1.5", "--seed", seed]].concat()).stdout).to_string()
+    };
+    assert_eq!(run("7"), run("7"));
+    assert_ne!(run("7"), run("8"));
+}
+
+#[test]
+fn tokenize_reads_stdin_and_decodes_its_own_output() {
+    let model = model("tokenizer");
+    let line = "Grüße, 1234 <|user|> 😀\n";
+    let ids = with_stdin(&["tokenize", "--model", &model], line.as_bytes());
+    assert!(ids.status.success());
+    let back = with_stdin(&["tokenize", "--model", &model, "--decode"], &ids.stdout);
+    assert_eq!(text(&back.stdout), line);
+    let bad = with_stdin(&["tokenize", "--model", &model], b"a\xffb");
+    assert_eq!(bad.status.code(), Some(1));
+    assert!(text(&bad.stderr).contains("not UTF-8 at byte 1"), "{bad:?}");
+}
+
+/// A reader that goes away early is not an error worth a word.
+#[test]
+fn a_closed_pipe_is_a_quiet_end() {
+    let mut child =
+        command(&["run", "--help"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let mut stderr = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    child.wait().unwrap();
+    assert_eq!(stderr, "");
+}

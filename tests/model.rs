@@ -1,0 +1,285 @@
+//! The forward pass against references that were made with another implementation
+//! (`oracle/fixtures.py`): logits, tokens, router choices, kept keys and hidden states; and its
+//! independence of how a sequence is cut, cached and budgeted.
+
+mod common;
+
+use colibri::engine::{Engine, Options};
+use colibri::json::Value;
+use colibri::model::{Observer, Unobserved};
+use colibri::plan::Limit;
+use colibri::sample::argmax;
+use common::{TempDir, fixture, integers, read_floats, read_json};
+use std::path::Path;
+
+fn open(dir: &Path, options: Options) -> Engine {
+    Engine::open(dir, options, |_, _| {}).unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
+}
+
+/// One expert slot a layer, so that every test also reads, evicts and reads again.
+fn tight() -> Options {
+    Options { ctx_tokens: 700, chunk_rows: 64, limit: Limit::SlotsPerLayer(1) }
+}
+
+/// All logits of `tokens`.
+fn all_logits(engine: &Engine, tokens: &[u32], observer: &mut dyn Observer) -> Vec<f32> {
+    let mut all = Vec::new();
+    let sink = |logits: &[f32]| {
+        all.extend_from_slice(logits);
+        Ok(())
+    };
+    engine.session().logits_of_all(tokens, observer, sink).unwrap();
+    all
+}
+
+/// Checks what the model decides against `trace.json`, and counts what it saw.
+struct Trace {
+    router: Vec<Value>,
+    kept: Vec<Value>,
+    sparse_layers: Vec<usize>,
+    index_layers: Vec<usize>,
+    routed: usize,
+    selected: usize,
+}
+
+impl Trace {
+    fn read(dir: &Path, engine: &Engine) -> Trace {
+        let trace = read_json(&dir.join("trace.json"));
+        let list = |key: &str| {
+            trace.get(key).and_then(Value::as_array).map(<[Value]>::to_vec).unwrap_or_default()
+        };
+        let config = engine.config();
+        let full = |layer: &usize| config.indexer[*layer] == colibri::config::IndexerKind::Full;
+        let sparse = |layer: &usize| config.mlp[*layer] == colibri::config::MlpKind::Sparse;
+        Trace {
+            router: list("router"),
+            kept: list("indexer_selected"),
+            sparse_layers: (0..config.num_layers).filter(sparse).collect(),
+            index_layers: (0..config.num_layers).filter(full).collect(),
+            routed: 0,
+            selected: 0,
+        }
+    }
+}
+
+impl Observer for Trace {
+    fn routed(&mut self, layer: usize, position: usize, route: &[(usize, f32)]) {
+        let j = self.sparse_layers.iter().position(|l| *l == layer).unwrap();
+        let mut want = integers(&self.router[j].as_array().unwrap()[position]);
+        want.sort_unstable();
+        let got: Vec<u32> = route.iter().map(|(e, _)| *e as u32).collect();
+        assert_eq!(got, want, "experts of layer {layer}, position {position}");
+        self.routed += 1;
+    }
+
+    fn kept(&mut self, layer: usize, position: usize, keys: Option<&[u32]>) {
+        if self.kept.is_empty() {
+            return;
+        }
+        let j = self.index_layers.iter().position(|l| *l == layer).unwrap();
+        let mut want = integers(&self.kept[j].as_array().unwrap()[position]);
+        want.sort_unstable();
+        let all: Vec<u32> = (0..=position as u32).collect();
+        assert_eq!(keys.unwrap_or(&all), want, "keys of layer {layer}, position {position}");
+        self.selected += 1;
+    }
+}
+
+/// Largest and root-mean-square difference.
+fn difference(got: &[f32], want: &[f32]) -> (f64, f64) {
+    assert_eq!(got.len(), want.len());
+    let deltas = got.iter().zip(want).map(|(a, b)| (*a as f64 - *b as f64).abs());
+    let (max, sum) = deltas.fold((0.0f64, 0.0), |(max, sum), d| (max.max(d), sum + d * d));
+    (max, (sum / got.len() as f64).sqrt())
+}
+
+/// Tokens, logits, experts and keys of one fixture.
+fn check_fixture(name: &str, gold: &str, max_abs: f64, max_rms: f64) {
+    let dir = fixture(name);
+    let engine = open(&dir, tight());
+    let reference = read_json(&dir.join("ref.json"));
+    let full = integers(reference.get("full_ids").unwrap());
+    let prompt = integers(reference.get("prompt_ids").unwrap());
+    let predicted = integers(reference.get("tf_pred").unwrap());
+
+    let mut trace = Trace::read(&dir, &engine);
+    let logits = all_logits(&engine, &full, &mut trace);
+    let vocab = engine.config().vocab_size;
+    let got: Vec<u32> = logits.chunks_exact(vocab).map(|row| argmax(row).unwrap()).collect();
+    assert_eq!(got, predicted, "{name}: teacher forcing");
+    let (max, rms) = difference(&logits, &read_floats(&dir.join(gold)));
+    println!("{name}: max {max:.2e} rms {rms:.2e}");
+    assert!(max <= max_abs && rms <= max_rms, "{name}: max {max:.2e}, rms {rms:.2e}");
+    assert_eq!(trace.routed, trace.sparse_layers.len() * full.len(), "{name}: routes seen");
+    if !trace.kept.is_empty() {
+        assert_eq!(trace.selected, trace.index_layers.len() * full.len(), "{name}: keys seen");
+    }
+
+    let mut tokens = prompt;
+    let mut session = engine.session();
+    while tokens.len() < full.len() {
+        let next = argmax(session.advance(&tokens, &mut Unobserved).unwrap()).unwrap();
+        tokens.push(next);
+    }
+    assert_eq!(tokens, full, "{name}: greedy");
+}
+
+/// The bounds that three unrelated float32 evaluations stay within, with a factor of four.
+const MAX_ABS: f64 = 1e-4;
+const MAX_RMS: f64 = 1e-5;
+
+#[test]
+fn a_seed_matches_with_the_configured_latent_eps() {
+    check_fixture("a_seed", "logits_cfgeps.f32", 1e-5, 1e-5);
+}
+
+#[test]
+fn b_dsa_full_matches() {
+    check_fixture("b_dsa_full", "logits_gold.f32", MAX_ABS, MAX_RMS);
+}
+
+#[test]
+fn d_groups_norm_matches() {
+    check_fixture("d_groups_norm", "logits_gold.f32", MAX_ABS, MAX_RMS);
+}
+
+#[test]
+fn e_odd_untied_matches() {
+    check_fixture("e_odd_untied", "logits_gold.f32", MAX_ABS, MAX_RMS);
+}
+
+#[test]
+fn g_bf16_sharded_matches() {
+    check_fixture("g_bf16_sharded", "logits_gold.f32", MAX_ABS, MAX_RMS);
+}
+
+/// The MTP layer of this directory is not part of the main model and must not disturb it.
+#[test]
+fn h_mtp_main_model_matches() {
+    check_fixture("h_mtp", "logits_gold.f32", MAX_ABS, MAX_RMS);
+}
+
+/// `hidden.f32` is `[L+2, n, D]`: the stream before each layer, after the last, and normed.
+#[test]
+fn hidden_states_match_layer_by_layer() {
+    struct Hidden {
+        rows: Vec<Vec<f32>>,
+    }
+    impl Observer for Hidden {
+        fn hidden(&mut self, layer: usize, _: usize, hidden: &[f32]) {
+            self.rows[layer].extend_from_slice(hidden);
+        }
+    }
+    for name in ["b_dsa_full", "e_odd_untied"] {
+        let dir = fixture(name);
+        let options = Options { chunk_rows: 1000, ..tight() };
+        let engine = open(&dir, options);
+        let full = integers(read_json(&dir.join("ref.json")).get("full_ids").unwrap());
+        let want = read_floats(&dir.join("hidden.f32"));
+        let (layers, width) = (engine.config().num_layers + 2, engine.config().hidden_size);
+        let positions = want.len() / layers / width;
+        let mut hidden = Hidden { rows: vec![Vec::new(); layers] };
+        all_logits(&engine, &full, &mut hidden);
+        let step = full.len() / positions;
+        for (layer, rows) in hidden.rows.iter().enumerate() {
+            for (n, want) in want[layer * positions * width..][..positions * width]
+                .chunks_exact(width)
+                .enumerate()
+            {
+                let got = &rows[n * step * width..][..width];
+                let (max, _) = difference(got, want);
+                assert!(max < 1e-4, "{name}: layer {layer}, position {}: {max:.2e}", n * step);
+            }
+        }
+    }
+}
+
+/// Cutting a prompt into chunks, caching experts and resuming from a prefix change no bit.
+#[test]
+fn chunks_cache_and_prefix_reuse_give_the_same_bits() {
+    for name in ["b_dsa_full", "d_groups_norm", "e_odd_untied"] {
+        let dir = fixture(name);
+        let full = integers(read_json(&dir.join("ref.json")).get("full_ids").unwrap());
+        let bits = |logits: &[f32]| logits.iter().map(|l| l.to_bits()).collect::<Vec<_>>();
+        let want = bits(&all_logits(&open(&dir, tight()), &full, &mut Unobserved));
+        for (chunk_rows, limit) in
+            [(1, Limit::SlotsPerLayer(1)), (7, Limit::SlotsPerLayer(3)), (1000, Limit::Available)]
+        {
+            let engine = open(&dir, Options { chunk_rows, limit, ctx_tokens: 256 });
+            let got = bits(&all_logits(&engine, &full, &mut Unobserved));
+            assert!(got == want, "{name}: chunks of {chunk_rows}");
+        }
+        let engine = open(&dir, tight());
+        let vocab = engine.config().vocab_size;
+        let mut session = engine.session();
+        let mut other = full[..20].to_vec();
+        other[15] = (other[15] + 1) % vocab as u32;
+        session.advance(&full, &mut Unobserved).unwrap();
+        session.advance(&other, &mut Unobserved).unwrap();
+        for end in [16, 30, 30, full.len()] {
+            let got = bits(session.advance(&full[..end], &mut Unobserved).unwrap());
+            assert!(got == want[(end - 1) * vocab..end * vocab], "{name}: resumed at {end}");
+        }
+    }
+}
+
+/// A selection that holds every key equals dense attention: index_topk at and around the length.
+#[test]
+fn sparse_attention_with_room_for_every_key_is_dense() {
+    let full =
+        integers(read_json(&fixture("b_dsa_full").join("ref.json")).get("full_ids").unwrap());
+    let logits = |topk: usize, length: usize| {
+        let dir = TempDir::with_fixture(&format!("dense-{topk}-{length}"), "b_dsa_full");
+        let path = dir.0.join("config.json");
+        let text = std::fs::read_to_string(&path).unwrap();
+        let changed = text.replace("\"index_topk\": 8", &format!("\"index_topk\": {topk}"));
+        assert!(topk == 8 || changed != text, "the fixture's index_topk is 8");
+        std::fs::write(&path, changed).unwrap();
+        all_logits(&open(&dir.0, tight()), &full[..length], &mut Unobserved)
+    };
+    for length in [7, 8] {
+        assert!(logits(8, length) == logits(4096, length), "length {length}");
+    }
+    // One more position: the first that is sparse; every earlier one is still dense.
+    let (sparse, dense) = (logits(8, 9), logits(4096, 9));
+    let vocab = dense.len() / 9;
+    assert!(sparse[..8 * vocab] == dense[..8 * vocab]);
+    assert!(sparse[8 * vocab..] != dense[8 * vocab..]);
+    assert!(logits(9, 9) == dense);
+}
+
+/// Non-finite weights reach router, index scores or logits: each is a named error.
+#[test]
+fn non_finite_values_stop_with_layer_and_position() {
+    for (tensor, message) in [
+        ("model.layers.2.mlp.gate.weight", "layer 2: position 0: the router logit of expert"),
+        ("lm_head.weight", "position 11: the logit of token 0 is NaN"),
+        ("model.layers.1.self_attn.indexer.weights_proj.weight", "layer 1: position 8: the index"),
+    ] {
+        let dir = TempDir::with_fixture(&format!("nan-{}", tensor.len()), "b_dsa_full");
+        let path = dir.0.join("model.safetensors");
+        let mut bytes = std::fs::read(&path).unwrap();
+        let header_bytes = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header = colibri::json::parse(&bytes[8..8 + header_bytes], Default::default()).unwrap();
+        let offsets = integers(header.get(tensor).unwrap().get("data_offsets").unwrap());
+        let start = 8 + header_bytes + offsets[0] as usize;
+        bytes[start..start + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+        std::fs::write(&path, bytes).unwrap();
+        let engine = open(&dir.0, tight());
+        let mut session = engine.session();
+        let error = session.advance(&[1; 12], &mut Unobserved).err().unwrap().to_string();
+        assert!(error.contains(message), "{tensor}: {error}");
+    }
+}
+
+#[test]
+fn tokens_outside_the_vocabulary_and_the_context_are_refused() {
+    let engine = open(&fixture("a_seed"), Options { ctx_tokens: 8, ..tight() });
+    let mut session = engine.session();
+    let error = |result: colibri::error::Result<&[f32]>| result.unwrap_err().to_string();
+    let too_large = error(session.advance(&[1, 256], &mut Unobserved));
+    assert_eq!(too_large, "token 256 at position 1: the vocabulary has 256");
+    let too_long = error(session.advance(&[1; 9], &mut Unobserved));
+    assert_eq!(too_long, "9 tokens do not fit the context of 8 (see --ctx)");
+    assert!(session.advance(&[1; 8], &mut Unobserved).is_ok());
+}

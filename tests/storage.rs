@@ -1,0 +1,168 @@
+//! From tensor files to weights and experts: what is refused and by which words, the budget of
+//! the expert store, and files that change under a running engine.
+
+mod common;
+
+use colibri::engine::{Engine, Options};
+use colibri::experts::ExpertStore;
+use colibri::model::Unobserved;
+use colibri::plan::Limit;
+use colibri::safetensors::Directory;
+use colibri::weights::{Mlp, Weights};
+use common::{TempDir, TestTensor, fixture, read_safetensors, write_safetensors};
+
+const OPTIONS: Options = Options { ctx_tokens: 64, chunk_rows: 16, limit: Limit::SlotsPerLayer(1) };
+
+/// Opens `a_seed` after `change` was applied to its tensors; the error's text, if any.
+fn open_changed(name: &str, change: impl FnOnce(&mut Vec<TestTensor>)) -> Result<(), String> {
+    let dir = TempDir::with_fixture(name, "a_seed");
+    let path = dir.0.join("model.safetensors");
+    let mut tensors = read_safetensors(&path);
+    change(&mut tensors);
+    write_safetensors(&path, &tensors);
+    Engine::open(&dir.0, OPTIONS, |_, _| {}).map(|_| ()).map_err(|e| e.to_string())
+}
+
+fn find<'a>(tensors: &'a mut [TestTensor], name: &str) -> &'a mut TestTensor {
+    tensors.iter_mut().find(|tensor| tensor.name == name).unwrap()
+}
+
+#[test]
+fn an_unchanged_copy_opens() {
+    open_changed("same", |_| {}).unwrap();
+}
+
+#[test]
+fn a_missing_tensor_is_named_with_its_expected_shape() {
+    let name = "model.layers.3.mlp.experts.5.up_proj.weight";
+    let error = open_changed("missing", |tensors| tensors.retain(|t| t.name != name)).unwrap_err();
+    assert!(error.ends_with(&format!("tensor {name} is missing (expected shape [32, 128])")));
+}
+
+/// Some indexer tensors without the others: not a container without an indexer, but a broken one.
+#[test]
+fn a_half_present_indexer_is_refused_by_the_missing_name() {
+    let name = "model.layers.4.self_attn.indexer.wk.weight";
+    let error = open_changed("indexer", |tensors| tensors.retain(|t| t.name != name)).unwrap_err();
+    assert!(error.contains(&format!("tensor {name} is missing")), "{error}");
+}
+
+#[test]
+fn a_transposed_matrix_is_refused_with_both_shapes() {
+    let error = open_changed("shape", |tensors| {
+        find(tensors, "model.layers.0.self_attn.q_a_proj.weight").shape = vec![128, 64];
+    })
+    .unwrap_err();
+    assert!(
+        error.contains("q_a_proj.weight: expected shape [64, 128], found [128, 64]"),
+        "{error}"
+    );
+}
+
+#[test]
+fn scales_of_the_wrong_size_are_refused_and_never_guessed() {
+    for (weight_bytes, scale_bytes) in [(64 * 128, 63 * 4), (64 * 128 / 3, 64 * 4), (64 * 64, 0)] {
+        let error = open_changed(&format!("scales-{weight_bytes}-{scale_bytes}"), |tensors| {
+            let name = "model.layers.0.self_attn.q_a_proj.weight";
+            let weight = find(tensors, name);
+            (weight.dtype, weight.shape) = ("U8", vec![weight_bytes]);
+            weight.bytes = vec![0; weight_bytes];
+            tensors.push(TestTensor {
+                name: format!("{name}.qs"),
+                dtype: "F32",
+                shape: vec![scale_bytes / 4],
+                bytes: vec![0; scale_bytes],
+            });
+        })
+        .unwrap_err();
+        let sizes = format!("{weight_bytes} weight bytes with {scale_bytes} scale bytes");
+        assert!(error.contains("q_a_proj.weight") && error.contains(&sizes), "{error}");
+    }
+}
+
+#[test]
+fn a_dtype_without_scales_is_refused_by_name() {
+    let error = open_changed("dtype", |tensors| {
+        let weight = find(tensors, "model.layers.0.mlp.up_proj.weight");
+        (weight.dtype, weight.bytes) = ("I64", vec![0; 64 * 128 * 8]);
+    })
+    .unwrap_err();
+    assert!(error.contains("up_proj.weight: dtype I64 is not a weight format"), "{error}");
+}
+
+#[test]
+fn a_non_finite_norm_weight_is_refused_when_it_is_read() {
+    let error = open_changed("nan", |tensors| {
+        find(tensors, "model.norm.weight").bytes[8..12].copy_from_slice(&f32::NAN.to_le_bytes());
+    })
+    .unwrap_err();
+    assert!(error.contains("tensor model.norm.weight: element 2 is NaN"), "{error}");
+}
+
+/// Every state of the store holds at most its budget, also while it reads; all experts come back
+/// with the bytes that stand in the file.
+#[test]
+fn the_expert_store_never_exceeds_its_budget_and_returns_the_files_bytes() {
+    let dir = fixture("d_groups_norm");
+    let config = colibri::config::Config::load(&dir).unwrap();
+    let directory = Directory::open(&dir).unwrap();
+    let weights = Weights::bind(&directory, &config).unwrap();
+    let (layer, moe) = (weights.layers.iter().enumerate())
+        .find_map(|(i, layer)| match &layer.mlp {
+            Mlp::Sparse(moe) => Some((i, moe)),
+            Mlp::Dense(_) => None,
+        })
+        .unwrap();
+    let expert_bytes = moe.experts[0].bytes();
+    let budget_bytes = 3 * expert_bytes + 1;
+    let mut store = ExpertStore::new(budget_bytes, expert_bytes).unwrap();
+    let file = read_safetensors(&dir.join("model.safetensors"));
+    // Two disjoint sets in turn, then one that fits.
+    let order = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 3, 4, 5, 5, 4, 3];
+    for e in order {
+        let expert = store.get(&directory, (layer, e), &moe.experts[e]).unwrap();
+        let name = format!("model.layers.{layer}.mlp.experts.{e}.down_proj.weight");
+        let want = &file.iter().find(|tensor| tensor.name == name).unwrap().bytes;
+        assert!(expert.down.weights == &want[..], "{name}");
+        assert!(store.held_bytes() <= budget_bytes);
+    }
+    let counters = store.counters();
+    assert_eq!((counters.hits, counters.misses), (6, 12));
+    assert_eq!(counters.bytes_read, 12 * expert_bytes as u64);
+    let error = ExpertStore::new(expert_bytes - 1, expert_bytes).err().unwrap().to_string();
+    assert!(error.contains(&format!("one takes {expert_bytes}")), "{error}");
+}
+
+/// The shard loses a byte while the engine runs: the request fails with file, tensor, offset and
+/// counts; nothing panics and nothing is served from a half-read buffer.
+#[test]
+fn a_shard_that_shrinks_under_a_running_engine_is_a_named_short_read() {
+    let dir = TempDir::with_fixture("shrink", "a_seed");
+    let engine = Engine::open(&dir.0, OPTIONS, |_, _| {}).unwrap();
+    let path = dir.0.join("model.safetensors");
+    let header = std::fs::metadata(&path).unwrap().len();
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len(header / 3).unwrap();
+    let mut session = engine.session();
+    let error = session.advance(&[1, 2, 3], &mut Unobserved).err().unwrap().to_string();
+    for part in ["model.safetensors", "ends too soon", "wanted", "at offset", "got"] {
+        assert!(error.contains(part), "{part:?} in {error}");
+    }
+}
+
+#[test]
+fn a_budget_that_cannot_hold_the_model_is_refused_with_the_number_that_would() {
+    let options = Options { limit: Limit::RamBytes(1_000_000), ..OPTIONS };
+    let error = Engine::open(&fixture("a_seed"), options, |_, _| {}).err().unwrap().to_string();
+    assert!(error.contains("does not fit in 1.0 MB") && error.contains("--ram"), "{error}");
+}
+
+/// Another model family is refused before any shard is opened.
+#[test]
+fn another_model_type_is_refused_before_weights_are_opened() {
+    let dir = TempDir::new("family");
+    std::fs::write(dir.0.join("config.json"), r#"{"model_type":"llama"}"#).unwrap();
+    std::fs::write(dir.0.join("model.safetensors"), b"not a tensor file").unwrap();
+    let error = Engine::open(&dir.0, OPTIONS, |_, _| {}).err().unwrap().to_string();
+    assert!(error.contains("llama") && error.contains("glm_moe_dsa"), "{error}");
+}
