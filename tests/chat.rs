@@ -121,7 +121,7 @@ fn malformed_requests_name_the_field() {
         (r#"{"messages":[{"role":"critic","content":"x"}]}"#, "messages[0]: role: expected"),
         (r#"{"messages":[{"role":"user","content":5}]}"#, "messages[0]: content: expected"),
         (
-            r#"{"messages":[{"role":"user","content":[{"type":"text","text":"a"},{"type":"smell"}]}]}"#,
+            r#"{"messages":[{"role":"user","content":["a",{"type":"smell"}]}]}"#,
             "messages[0]: content[1]: type: expected text or a media type, found \"smell\"",
         ),
         (
