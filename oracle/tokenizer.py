@@ -203,10 +203,12 @@ def small_tokenizer(moby):
 NAMED = [
     "", " ", "a", "12345", "I'LL", "a.b\n\n", "日本語テキスト", "a\u00a0b", "ok.<|user|>",
     "    return x", "\treturn x", "hi<|user|>", "a/nothinkb", "x <think>y</think>z", "[gMASK]<sop>",
-    "<|user|", "<|user |>", "<<|user|>>", "<|User|>", "<|user|><|user|>", "<tool_call>f</tool_call>",
+    "<|user|", "<|user |>", "<<|user|>>", "<|User|>", "<|user|><|user|>",
+    "<tool_call>f</tool_call>",
     "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>hi<|assistant|><think>",
     "it'ſ", "it'ſx", "don't I'VE we'Re 'tis", "it’s", "हिन्दी نَص é", "²³ ½ Ⅷ", "1２３٤", "ⓐb",
-    "   a", " \r\n\r\n b", "!!\n\n x", "a\x85b", "ß ß'ß 'ﬆ", "İstanbul ﬁn ǅ", "👩‍👩‍👧 \u200bx \ufeff#!/bin",
+    "   a", " \r\n\r\n b", "!!\n\n x", "a\x85b", "ß ß'ß 'ﬆ", "İstanbul ﬁn ǅ",
+    "👩‍👩‍👧 \u200bx \ufeff#!/bin",
     "\x00\x01\x7f", " \t \n \t ", "\r\r\n\n", "a \n", "a  ", "x" * 100, " " * 40, "ab" * 60,
     "Leviathans Leviathans Leviathansx", "harpooneer harpooneers", "a \n\n \n", "参考 参考资料", "!?!?!",
     "##### ####", " 🐋🐋 🐋🐋🐋", "Call me Ishmael. Some years ago--never mind how long precisely--",
@@ -221,7 +223,8 @@ TOYS = [
     (["aa", "aaa"], ["a a", "a aa", "aa a"], [], ["a" * at for at in range(2, 13)]),
     (["aa", "aaa"], ["a a", "aa a"], [], ["a" * at for at in range(2, 13)]),
     # Added tokens that begin alike, overlap, hold spaces, or are found in what others leave.
-    ([], [], [("<a", False, False), ("<a>", True, False), ("<a>b", False, False), ("a><", False, False)],
+    ([], [], [("<a", False, False), ("<a>", True, False), ("<a>b", False, False),
+      ("a><", False, False)],
      ["<a", "<a>", "<a>b", "<a>bb", "<a><a>", "xa><a>b", "<<a>>"]),
     ([], [], [("<b>", True, True), ("b><", False, False), ("> <", False, True)],
      ["<b>", "<b><b>", "<b> <b>", "a> <b>", "b>< <b>"]),
@@ -235,10 +238,10 @@ TOYS = [
 
 def random_text(rng, vocabulary):
     """One of the kinds of text that divide tokenizers."""
-    pool = ["a", "Z", "0", "9", " ", "  ", ".", ",", "'", "!", "\n", "\r", "\t", "_", "-", "/", "\\",
-            "\"", "'s", "'ſ", "'RE", "'ve", "'lL", "'M", "'d", "ß", "'ﬆ", "İ", "\u00a0", "\u3000",
-            "\u2028", "\u0085", "\u200b", "\x1c", "½", "Ⅷ", "٣", "e\u0301", "ि", "ก", "한", "漢",
-            "😀", "\u200d", "ⓐ", "\u0345", "ʰ", "\u212a", "\ufeff", "\x00", "\U0001ccf0"]
+    pool = ["a", "Z", "0", "9", " ", "  ", ".", ",", "'", "!", "\n", "\r", "\t", "_", "-", "/",
+            "\\", "\"", "'s", "'ſ", "'RE", "'ve", "'lL", "'M", "'d", "ß", "'ﬆ", "İ", "\u00a0",
+            "\u3000", "\u2028", "\u0085", "\u200b", "\x1c", "½", "Ⅷ", "٣", "e\u0301", "ि", "ก", "한",
+            "漢", "😀", "\u200d", "ⓐ", "\u0345", "ʰ", "\u212a", "\ufeff", "\x00", "\U0001ccf0"]
     kind = rng.randrange(8)
     if kind == 0:
         return "".join(rng.choice(pool) for _ in range(rng.randint(1, 16)))
@@ -261,7 +264,8 @@ def random_text(rng, vocabulary):
         word = rng.choice(vocabulary)
         at = rng.randint(0, len(word))
         return word[:at] + rng.choice(pool) + word[at:] + rng.choice(vocabulary)
-    return "".join(rng.choice("abc" if rng.random() < .9 else " 01'") for _ in range(rng.randint(1, 90)))
+    return "".join(rng.choice("abc" if rng.random() < .9 else " 01'")
+                   for _ in range(rng.randint(1, 90)))
 
 
 def readable_tokens(vocab):

@@ -40,9 +40,9 @@ class Coli:
 
 def adversarial(vocabulary, rng):
     """What makes a scan or a merge slow or ambiguous: long repeats, and ties around them."""
-    units = ["a", "aa", "ab", "aab", " ", "  a", "\n", " \n", "\r\n", "\t", "0", "12", "'", "'s", "'ll",
-             "é", "e\u0301", "漢", "한국", "😀", "\u00a0", "<", "<|", "<|user|>", "/nothink", "[", "-",
-             "=", "_", "A", "xX", ".\n", "!", "\u3000\n", "ſ", "'ſ"]
+    units = ["a", "aa", "ab", "aab", " ", "  a", "\n", " \n", "\r\n", "\t", "0", "12", "'", "'s",
+             "'ll", "é", "e\u0301", "漢", "한국", "😀", "\u00a0", "<", "<|", "<|user|>", "/nothink",
+             "[", "-", "=", "_", "A", "xX", ".\n", "!", "\u3000\n", "ſ", "'ſ"]
     for unit in units:
         for count in (2, 3, 7, 31, 32, 33, 63, 64, 65, 66, 129, 1000, 5000):
             for left, right in (("", ""), ("b", "b"), (" ", ""), ("", " x"), ("\n", "1")):

@@ -421,7 +421,11 @@ fn vocabulary_merges_and_added_tokens_must_agree() {
         (toy(&["ab"], r#"["a b", ["a", "b"]]"#, "[]"), "both as strings and as pairs"),
         (toy(&["ab"], r#"[["a", "b", "c"]]"#, "[]"), "expected a pair of tokens, found 3"),
         (toy(&[], "[]", &format!("[{}]", added(257, "<c>", ""))), "is 257, by its place it is 256"),
-        (toy(&[], "[]", &format!("[{}]", added(256, "", ""))), "content is empty"),
+        (
+            toy(&[], "[]", &format!("[{}]", added(256, "", ""))),
+            "content has 0 bytes, expected 1 to 1024",
+        ),
+        (toy(&[], "[]", &format!("[{}]", added(256, &"x".repeat(1025), ""))), "has 1025 bytes"),
         (toy(&[], "[]", &format!("[{}]", added(97, "a", ""))), "single byte 0x61 is added"),
         (
             toy(&[], "[]", &format!("[{}]", added(256, "<c>", "lstrip"))),

@@ -175,3 +175,53 @@ fn join(ids: &[u32], separator: &str) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    fn run(options: TokenizeOptions, mut input: &[u8]) -> Result<String> {
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tokenizer");
+        let tokenizer = Tokenizer::load(&fixture.join("tokenizer.json")).unwrap();
+        let mut out = Vec::new();
+        tokenize(&tokenizer, options, &mut input, &mut out)?;
+        Ok(String::from_utf8(out).unwrap())
+    }
+
+    #[test]
+    fn each_form_of_output_reads_back_as_input() {
+        let text = "Call me \"Ishmael\".\n  <|user|>\n";
+        for special in [Special::Text, Special::Parse] {
+            for json in [false, true] {
+                let options = TokenizeOptions { special, json, ..Default::default() };
+                let ids = run(options, text.as_bytes()).unwrap();
+                assert_eq!(ids.starts_with("{\"ids\":["), json);
+                let back = TokenizeOptions { decode: true, ..Default::default() };
+                assert_eq!(run(back, ids.as_bytes()).unwrap(), text);
+            }
+        }
+        let jsonl = TokenizeOptions { jsonl: true, ..Default::default() };
+        let rows = run(jsonl, b"\"a\\nb\"\n\"\"").unwrap();
+        assert_eq!(rows.lines().nth(1), Some("{\"ids\":[]}"));
+        let back = TokenizeOptions { decode: true, ..jsonl };
+        assert_eq!(run(back, rows.as_bytes()).unwrap(), "{\"text\":\"a\\nb\"}\n{\"text\":\"\"}\n");
+    }
+
+    #[test]
+    fn bad_input_is_refused_with_its_place() {
+        let jsonl = TokenizeOptions { jsonl: true, ..Default::default() };
+        let decode = TokenizeOptions { decode: true, ..Default::default() };
+        let cases: [(TokenizeOptions, &[u8], &str); 5] = [
+            (Default::default(), b"ab\xFF", "the input is not UTF-8 at byte 2"),
+            (jsonl, b"\"a\"\n7\n", "line 2: expected a JSON string, found an integer"),
+            (decode, b"1 x", "expected a token id, found \"x\""),
+            (decode, b"[1, -1]", "expected a token id, found an integer"),
+            (decode, b"2300", "token id 2300 is out of range"),
+        ];
+        for (options, input, expected) in cases {
+            let error = run(options, input).unwrap_err().to_string();
+            assert!(error.contains(expected), "expected {expected:?}, found {error:?}");
+        }
+    }
+}

@@ -22,6 +22,10 @@ use std::path::Path;
 /// The largest file that is read; GLM-5.2's has 10 MB.
 const FILE_BYTES_MAX: usize = 64 << 20;
 
+/// The longest added token. At each place of a text where one may start, as many bytes are compared
+/// at most; GLM-5.2's longest has 26.
+const ADDED_BYTES_MAX: usize = 1024;
+
 /// Longest excerpt of a value in an error, in characters.
 const EXCERPT_CHARS_MAX: usize = 120;
 
@@ -222,10 +226,10 @@ fn read_added_entry(reader: &mut Reader) -> Result<AddedEntry> {
         }
     }
     seen.require(&["id", "content", "special", "normalized", "single_word", "lstrip", "rstrip"])?;
-    if entry.content.is_empty() {
-        bail!("content is empty");
+    match entry.content.len() {
+        1..=ADDED_BYTES_MAX => Ok(entry),
+        len => bail!("content has {len} bytes, expected 1 to {ADDED_BYTES_MAX}"),
     }
-    Ok(entry)
 }
 
 /// A token id: an integer below 2^32 - 1, which stands for none.
