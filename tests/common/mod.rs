@@ -2,7 +2,10 @@
 
 #![allow(dead_code, reason = "each test binary uses a part of this file")]
 
+use colibri::config::{Config, IndexerKind, MlpKind};
+use colibri::engine::{Engine, Options};
 use colibri::json::{self, Limits, Value};
+use colibri::model::Observer;
 use std::path::{Path, PathBuf};
 
 /// The directory `tests/fixtures/NAME`.
@@ -54,6 +57,96 @@ impl Drop for TempDir {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
+}
+
+/// Checks what the model decides against `trace.json`, and counts what it saw.
+pub struct Trace {
+    router: Vec<Value>,
+    kept: Vec<Value>,
+    /// Positions whose keys are recorded; `None` for all of them.
+    kept_positions: Option<Vec<u32>>,
+    sparse_layers: Vec<usize>,
+    index_layers: Vec<usize>,
+    routed: usize,
+    selected: usize,
+}
+
+impl Trace {
+    /// The trace of the fixture in `dir`, whose configuration is `config`.
+    pub fn read(dir: &Path, config: &Config) -> Trace {
+        let trace = read_json(&dir.join("trace.json"));
+        let list = |key: &str| {
+            trace.get(key).and_then(Value::as_array).map(<[Value]>::to_vec).unwrap_or_default()
+        };
+        let layers =
+            |is: &dyn Fn(usize) -> bool| (0..config.num_layers).filter(|l| is(*l)).collect();
+        let positions = trace.get("indexer_positions").filter(|p| p.as_array().is_some());
+        Trace {
+            router: list("router"),
+            kept: list("indexer_selected"),
+            kept_positions: positions.map(integers),
+            sparse_layers: layers(&|l| config.mlp[l] == MlpKind::Sparse),
+            index_layers: layers(&|l| config.indexer[l] == IndexerKind::Full),
+            routed: 0,
+            selected: 0,
+        }
+    }
+
+    /// Fails unless every choice of a run over `tokens` positions was looked at.
+    pub fn assert_complete(&self, tokens: usize) {
+        assert_eq!(self.routed, self.sparse_layers.len() * tokens, "routes seen");
+        let recorded: usize = self.kept.iter().map(|layer| layer.as_array().unwrap().len()).sum();
+        assert_eq!(self.selected, recorded, "selections seen");
+    }
+}
+
+impl Observer for Trace {
+    fn routed(&mut self, layer: usize, position: usize, route: &[(usize, f32)]) {
+        let j = self.sparse_layers.iter().position(|l| *l == layer).unwrap();
+        let mut want = integers(&self.router[j].as_array().unwrap()[position]);
+        want.sort_unstable();
+        let got: Vec<u32> = route.iter().map(|(e, _)| *e as u32).collect();
+        assert_eq!(got, want, "experts of layer {layer}, position {position}");
+        self.routed += 1;
+    }
+
+    fn kept(&mut self, layer: usize, position: usize, keys: Option<&[u32]>) {
+        let row = match &self.kept_positions {
+            Some(positions) => positions.iter().position(|p| *p as usize == position),
+            None => Some(position),
+        };
+        let Some(row) = row.filter(|_| !self.kept.is_empty()) else { return };
+        let j = self.index_layers.iter().position(|l| *l == layer).unwrap();
+        let mut want = integers(&self.kept[j].as_array().unwrap()[row]);
+        want.sort_unstable();
+        let all: Vec<u32> = (0..=position as u32).collect();
+        assert_eq!(keys.unwrap_or(&all), want, "keys of layer {layer}, position {position}");
+        self.selected += 1;
+    }
+}
+
+/// Opens a model without showing progress.
+pub fn open(dir: &Path, options: Options) -> Engine {
+    Engine::open(dir, options, |_, _| {}).unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
+}
+
+/// All logits of `tokens`.
+pub fn all_logits(engine: &Engine, tokens: &[u32], observer: &mut dyn Observer) -> Vec<f32> {
+    let mut all = Vec::new();
+    let sink = |logits: &[f32]| {
+        all.extend_from_slice(logits);
+        Ok(())
+    };
+    engine.session().logits_of_all(tokens, observer, sink).unwrap();
+    all
+}
+
+/// Largest and root-mean-square difference.
+pub fn difference(got: &[f32], want: &[f32]) -> (f64, f64) {
+    assert_eq!(got.len(), want.len());
+    let deltas = got.iter().zip(want).map(|(a, b)| (*a as f64 - *b as f64).abs());
+    let (max, sum) = deltas.fold((0.0f64, 0.0), |(max, sum), d| (max.max(d), sum + d * d));
+    (max, (sum / got.len() as f64).sqrt())
 }
 
 /// One tensor of a file that a test writes.
