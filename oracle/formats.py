@@ -383,7 +383,7 @@ CONFIG = {
 # Rows of one group of 64 and a ragged second one, where no smaller group size has as many.
 WIDE = {"hidden_size": 104, "moe_intermediate_size": 14, "intermediate_size": 100}
 WIDE |= {"n_routed_experts": 3, "q_lora_rank": 34, "v_head_dim": 50, "vocab_size": 40}
-# Several 128×128 blocks both ways, the last one ragged.
+# More than 128 rows, or columns, or both in turn: several scale blocks, the last one ragged.
 TALL = {"hidden_size": 32, "intermediate_size": 140, "moe_intermediate_size": 130}
 TALL |= {"n_routed_experts": 3, "num_hidden_layers": 2, "indexer_types": ["full", "full"]}
 TALL |= {"q_lora_rank": 20, "qk_nope_head_dim": 60, "v_head_dim": 70, "kv_lora_rank": 16}
@@ -515,6 +515,7 @@ def write_fixtures(root):
     fp8 = {"quantization_config": fp8 | {"weight_block_size": [128, 128]}}
     nvfp4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
     bf16 = ODD | SHORT | {"dtype": "bfloat16", "n_routed_experts": 3, "intermediate_size": 25}
+    bf16 |= {"q_lora_rank": 30}
     mixed = {"io": "int8-row", "resident": "int8-row"}
     narrow = WIDE | SHORT | {"v_head_dim": 30}
     # A pass-through of published FP8 keeps what was not FP8 as BF16.
