@@ -21,7 +21,8 @@
 //! would skip silently is refused; media parts become [`MEDIA_REMINDER`]. Reasoning of earlier
 //! turns is dropped as the template does, except that a client which sends `reasoning_content`
 //! back keeps it unless it asks for `clear_thinking`: dropping it would change the whole prompt
-//! behind it, and cost a new prefill.
+//! behind it, and cost a new prefill. A tool result that refers to tools repeats their lines, so a
+//! small request could ask for a prompt without bound: [`REFERENCED_BYTES_MAX`] is the bound.
 
 #![forbid(unsafe_code)]
 
@@ -29,6 +30,11 @@ use crate::bail;
 use crate::error::{Context, Result};
 use crate::json::{self, Limits, Value, to_python};
 use crate::tokenizer::{Special, Tokenizer};
+use std::collections::HashMap;
+use std::fmt::Arguments;
+
+/// Most bytes of tool lines that all the references to tools in one request may repeat.
+pub const REFERENCED_BYTES_MAX: usize = 16 << 20;
 
 /// What stands in for an image, video or audio part.
 pub const MEDIA_REMINDER: &str = "<reminder>You are unable to process this multimodal content \
@@ -68,6 +74,16 @@ impl Prompt {
             _ if text.is_empty() => {}
             _ => self.segments.push(Segment::Text(text.into())),
         }
+    }
+
+    /// One argument of a tool call.
+    fn argument(&mut self, key: &str, value: &str) {
+        self.control("<arg_key>");
+        self.text_of(key);
+        self.control("</arg_key>");
+        self.control("<arg_value>");
+        self.text_of(value);
+        self.control("</arg_value>");
     }
 
     /// The pieces, in order.
@@ -110,15 +126,24 @@ struct Settings<'a> {
     enable_thinking: bool,
     high_effort: bool,
     clear_thinking: Option<bool>,
-    tools: &'a [Value],
+    tools: Vec<Tool<'a>>,
+}
+
+/// One tool of the request, ready to print.
+struct Tool<'a> {
+    name: Option<&'a str>,
+    /// Its line of JSON, with the newline.
+    line: String,
+    /// Left out of the tools block; only a reference shows it.
+    is_deferred: bool,
 }
 
 impl<'a> Settings<'a> {
     /// Each setting may stand in `chat_template_kwargs` or at the top; null means absent.
     fn read(request: &'a Value) -> Result<Settings<'a>> {
         let kwargs = present(request, "chat_template_kwargs");
-        if let Some(kwargs) = kwargs.filter(|kwargs| kwargs.as_object().is_none()) {
-            bail!("chat_template_kwargs: expected an object, found {}", kwargs.kind());
+        if let Some(kwargs) = kwargs {
+            object(kwargs, format_args!("chat_template_kwargs"))?;
         }
         let setting = |name: &str| {
             kwargs.and_then(|kwargs| present(kwargs, name)).or_else(|| present(request, name))
@@ -133,11 +158,27 @@ impl<'a> Settings<'a> {
             Some(Value::String(effort)) => effort,
             Some(other) => bail!("reasoning_effort: expected a string, found {}", other.kind()),
         };
+        let tools = array(request, format_args!("tools"), "tools")?.iter().enumerate();
         Ok(Settings {
             enable_thinking: boolean("enable_thinking")?.unwrap_or(true),
             high_effort: effort == "high",
             clear_thinking: boolean("clear_thinking")?,
-            tools: present(request, "tools").map_or(Ok(&[][..]), |v| array(v, "tools"))?,
+            tools: tools.map(|(i, tool)| Tool::read(tool, i)).collect::<Result<_>>()?,
+        })
+    }
+}
+
+impl<'a> Tool<'a> {
+    /// The line holds the inner `function` if there is one, else the tool itself, without the
+    /// members that are not for the model.
+    fn read(tool: &'a Value, index: usize) -> Result<Tool<'a>> {
+        let function = function_of(tool, format_args!("tools[{index}]"))?;
+        let members = function.as_object().unwrap_or_default().iter();
+        let kept = members.filter(|(key, _)| key != "defer_loading" && key != "strict");
+        Ok(Tool {
+            name: function.get("name").and_then(Value::as_str),
+            line: to_python(&Value::Object(kept.cloned().collect())) + "\n",
+            is_deferred: [function, tool].iter().any(|v| is_true(v.get("defer_loading"))),
         })
     }
 }
@@ -147,53 +188,77 @@ fn present<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
     value.get(key).filter(|value| !value.is_null())
 }
 
-fn array<'a>(value: &'a Value, name: &str) -> Result<&'a [Value]> {
-    match value.as_array() {
-        Some(items) => Ok(items),
-        None => bail!("{name}: expected an array, found {}", value.kind()),
+/// The elements of the member `key` of `value`, an array at `path`; none if absent or null.
+fn array<'a>(value: &'a Value, path: Arguments<'_>, key: &str) -> Result<&'a [Value]> {
+    match present(value, key) {
+        None => Ok(&[]),
+        Some(Value::Array(items)) => Ok(items),
+        Some(other) => bail!("{path}: expected an array, found {}", other.kind()),
     }
 }
 
-fn string<'a>(value: &'a Value, key: &str) -> Result<&'a str> {
+/// Refuses anything but an object.
+fn object(value: &Value, path: Arguments<'_>) -> Result<()> {
+    match value {
+        Value::Object(_) => Ok(()),
+        other => bail!("{path}: expected an object, found {}", other.kind()),
+    }
+}
+
+/// The string member `key` of the object at `path`, which cannot do without it.
+fn string<'a>(value: &'a Value, path: Arguments<'_>, key: &str) -> Result<&'a str> {
     match value.get(key) {
         Some(Value::String(text)) => Ok(text),
-        Some(other) => bail!("{key}: expected a string, found {}", other.kind()),
-        None => bail!("{key} is missing"),
+        Some(other) => bail!("{path}.{key}: expected a string, found {}", other.kind()),
+        None => bail!("{path}.{key}: expected a string, but it is missing"),
+    }
+}
+
+/// The inner `function` object of a tool or a call if there is one, else the whole.
+fn function_of<'a>(value: &'a Value, path: Arguments<'_>) -> Result<&'a Value> {
+    object(value, path)?;
+    let Some(function) = value.get("function") else { return Ok(value) };
+    object(function, format_args!("{path}.function"))?;
+    Ok(function)
+}
+
+/// Truth as the template language sees it.
+fn is_true(value: Option<&Value>) -> bool {
+    match value {
+        None | Some(Value::Null) => false,
+        Some(Value::Bool(bool)) => *bool,
+        Some(Value::Int(int)) => *int != 0,
+        Some(Value::Float(float)) => *float != 0.0,
+        Some(Value::String(text)) => !text.is_empty(),
+        Some(Value::Array(items)) => !items.is_empty(),
+        Some(Value::Object(members)) => !members.is_empty(),
+        Some(Value::BigInt(_)) => true,
     }
 }
 
 /// Renders an OpenAI chat request. Errors name the field, as in `messages[2].content[0].type`.
 pub fn render(request: &Value) -> Result<Prompt> {
+    object(request, format_args!("the request"))?;
     let settings = Settings::read(request)?;
-    let Some(messages) = present(request, "messages") else { bail!("messages is missing") };
-    let messages = array(messages, "messages")?;
+    let messages = array(request, format_args!("messages"), "messages")?;
     if messages.is_empty() {
         bail!("messages: expected at least one message, found none");
     }
-    let mut prompt = Prompt { thinking: settings.enable_thinking, ..Prompt::default() };
-    prompt.control("[gMASK]");
-    prompt.control("<sop>");
-    if settings.enable_thinking {
-        prompt.control("<|system|>");
-        let effort = if settings.high_effort { "High" } else { "Max" };
-        prompt.text_of(&format!("Reasoning Effort: {effort}"));
-    }
-    if !settings.tools.is_empty() {
-        render_tools(&mut prompt, settings.tools)?;
-    }
-    let role = |message: &Value| message.get("role").and_then(Value::as_str).map(String::from);
-    let last_user = messages.iter().rposition(|m| role(m).as_deref() == Some("user"));
+    let role = |message: &Value, name| message.get("role").and_then(Value::as_str) == Some(name);
+    let last_user = messages.iter().rposition(|message| role(message, "user"));
+    let mut renderer = Renderer::new(&settings);
+    renderer.prefix();
     let mut in_tool_run = false;
     for (i, message) in messages.iter().enumerate() {
-        let is_past = last_user.is_some_and(|last| i <= last);
-        let is_tool = role(message).as_deref() == Some("tool");
+        let is_tool = role(message, "tool");
         if is_tool && !in_tool_run {
-            prompt.control("<|observation|>");
+            renderer.prompt.control("<|observation|>");
         }
         in_tool_run = is_tool;
-        render_message(&mut prompt, message, &settings, is_past)
-            .map_err(|error| error.context(format!("messages[{i}]")))?;
+        let is_past = last_user.is_some_and(|last| i <= last);
+        renderer.message(message, format_args!("messages[{i}]"), is_past)?;
     }
+    let mut prompt = renderer.prompt;
     prompt.control("<|assistant|>");
     prompt.control("<think>");
     if !settings.enable_thinking {
@@ -202,145 +267,200 @@ pub fn render(request: &Value) -> Result<Prompt> {
     Ok(prompt)
 }
 
-/// The system turn that lists the tools. Its sample call consists of real markers, as the
-/// template's own text does.
-fn render_tools(prompt: &mut Prompt, tools: &[Value]) -> Result<()> {
-    prompt.control("<|system|>");
-    prompt.text_of(TOOLS_HEAD);
-    for (i, tool) in tools.iter().enumerate() {
-        let function = tool_function(tool).context(|| format!("tools[{i}]"))?;
-        if !is_true(function.get("defer_loading")) && !is_true(tool.get("defer_loading")) {
-            prompt.text_of(&(tool_line(function) + "\n"));
+/// Writes a prompt from its start.
+struct Renderer<'a> {
+    settings: &'a Settings<'a>,
+    /// The lines that references may show. Of tools with one name, the first.
+    line_by_name: HashMap<&'a str, &'a str>,
+    /// Bytes of them that references have repeated so far.
+    referenced_bytes: usize,
+    prompt: Prompt,
+}
+
+impl<'a> Renderer<'a> {
+    fn new(settings: &'a Settings<'a>) -> Renderer<'a> {
+        let named = settings.tools.iter().rev();
+        let named = named.filter_map(|tool| Some((tool.name?, tool.line.as_str())));
+        let prompt = Prompt { thinking: settings.enable_thinking, ..Prompt::default() };
+        Renderer { settings, line_by_name: named.collect(), referenced_bytes: 0, prompt }
+    }
+
+    /// Everything before the first message.
+    fn prefix(&mut self) {
+        self.prompt.control("[gMASK]");
+        self.prompt.control("<sop>");
+        if self.settings.enable_thinking {
+            self.prompt.control("<|system|>");
+            let effort = if self.settings.high_effort { "High" } else { "Max" };
+            self.prompt.text_of(&format!("Reasoning Effort: {effort}"));
+        }
+        if !self.settings.tools.is_empty() {
+            self.tools_block();
         }
     }
-    prompt.text_of(TOOLS_TAIL);
-    prompt.control("<tool_call>");
-    prompt.text_of("{function-name}");
-    for n in 1..=2 {
-        prompt.control("<arg_key>");
-        prompt.text_of(&format!("{{arg-key-{n}}}"));
-        prompt.control("</arg_key>");
-        prompt.control("<arg_value>");
-        prompt.text_of(&format!("{{arg-value-{n}}}"));
-        prompt.control("</arg_value>");
-    }
-    prompt.text_of("...");
-    prompt.control("</tool_call>");
-    Ok(())
-}
 
-/// The inner `function` object of a tool if there is one, else the tool itself.
-fn tool_function(tool: &Value) -> Result<&Value> {
-    let function = tool.get("function").unwrap_or(tool);
-    if function.as_object().is_none() {
-        bail!("expected an object, found {}", function.kind());
-    }
-    Ok(function)
-}
-
-/// One line of JSON for a tool, without the members that are not for the model.
-fn tool_line(function: &Value) -> String {
-    let members = function.as_object().unwrap_or_default().iter();
-    let kept = members.filter(|(key, _)| key != "defer_loading" && key != "strict");
-    to_python(&Value::Object(kept.cloned().collect()))
-}
-
-/// Truth as the template language sees it, for a flag.
-fn is_true(value: Option<&Value>) -> bool {
-    !matches!(value, None | Some(Value::Null | Value::Bool(false) | Value::Int(0)))
-}
-
-fn render_message(
-    prompt: &mut Prompt,
-    message: &Value,
-    settings: &Settings<'_>,
-    is_past: bool,
-) -> Result<()> {
-    if message.as_object().is_none() {
-        bail!("expected an object, found {}", message.kind());
-    }
-    match string(message, "role")? {
-        "system" | "developer" => {
-            prompt.control("<|system|>");
-            prompt.text_of(&content_text(message)?);
+    /// The system turn that lists the tools. Its sample call consists of real markers, as the
+    /// template's own text does.
+    fn tools_block(&mut self) {
+        let prompt = &mut self.prompt;
+        prompt.control("<|system|>");
+        prompt.text_of(TOOLS_HEAD);
+        for tool in self.settings.tools.iter().filter(|tool| !tool.is_deferred) {
+            prompt.text_of(&tool.line);
         }
-        "user" => {
-            prompt.control("<|user|>");
-            prompt.text_of(&content_text(message)?);
+        prompt.text_of(TOOLS_TAIL);
+        prompt.control("<tool_call>");
+        prompt.text_of("{function-name}");
+        for n in 1..=2 {
+            prompt.argument(&format!("{{arg-key-{n}}}"), &format!("{{arg-value-{n}}}"));
         }
-        "assistant" => render_assistant(prompt, message, settings, is_past)?,
-        "tool" => render_tool_results(prompt, message, settings)?,
-        role => bail!(
-            "role: expected system, developer, user, assistant or tool, found {}",
-            json::to_compact(&Value::String(role.into()))
-        ),
+        prompt.text_of("...");
+        prompt.control("</tool_call>");
     }
-    Ok(())
+
+    /// One message; `is_past` unless it is after the last user message.
+    fn message(&mut self, message: &Value, path: Arguments<'_>, is_past: bool) -> Result<()> {
+        object(message, path)?;
+        match string(message, path, "role")? {
+            "system" | "developer" => {
+                self.prompt.control("<|system|>");
+                self.prompt.text_of(&content_text(message, path)?);
+            }
+            "user" => {
+                self.prompt.control("<|user|>");
+                self.prompt.text_of(&content_text(message, path)?);
+            }
+            "assistant" => self.assistant(message, path, is_past)?,
+            "tool" => self.tool_results(message, path)?,
+            role => bail!(
+                "{path}.role: expected system, developer, user, assistant or tool, found {}",
+                quoted(role)
+            ),
+        }
+        Ok(())
+    }
+
+    fn assistant(&mut self, message: &Value, path: Arguments<'_>, is_past: bool) -> Result<()> {
+        let text = content_text(message, path)?;
+        let (mut content, mut reasoning, mut sent_back) = (text.as_str(), "", false);
+        match present(message, "reasoning_content") {
+            Some(Value::String(text)) => (reasoning, sent_back) = (text, true),
+            Some(other) => {
+                bail!("{path}.reasoning_content: expected a string, found {}", other.kind())
+            }
+            None => {
+                if let Some((before, _)) = text.split_once("</think>") {
+                    reasoning = before.rsplit("<think>").next().unwrap_or_default();
+                    content = text.rsplit("</think>").next().unwrap_or_default();
+                }
+            }
+        }
+        let keeps = !is_past || !self.settings.clear_thinking.unwrap_or(!sent_back);
+        self.prompt.control("<|assistant|>");
+        self.prompt.control("<think>");
+        self.prompt.text_of(if keeps { reasoning } else { "" });
+        self.prompt.control("</think>");
+        self.prompt.text_of(strip(content));
+        let calls = array(message, format_args!("{path}.tool_calls"), "tool_calls")?;
+        for (i, call) in calls.iter().enumerate() {
+            self.call(call, format_args!("{path}.tool_calls[{i}]"))?;
+        }
+        Ok(())
+    }
+
+    /// One tool call: its name, then key and value of each argument.
+    fn call(&mut self, call: &Value, path: Arguments<'_>) -> Result<()> {
+        let function = function_of(call, path)?;
+        let inner = if call.get("function").is_some() { ".function" } else { "" };
+        let path = format_args!("{path}{inner}");
+        self.prompt.control("<tool_call>");
+        self.prompt.text_of(string(function, path, "name")?);
+        for (key, value) in &arguments(function, path)? {
+            match value {
+                Value::String(text) => self.prompt.argument(key, text),
+                other => self.prompt.argument(key, &to_python(other)),
+            }
+        }
+        self.prompt.control("</tool_call>");
+        Ok(())
+    }
+
+    /// The responses of one tool message: one per item that has an `output`, the lines of
+    /// referenced tools, or the content's text.
+    fn tool_results(&mut self, message: &Value, path: Arguments<'_>) -> Result<()> {
+        let items = message.get("content").and_then(Value::as_array).unwrap_or_default();
+        let first = items.first();
+        if first.is_some_and(|item| item.get("output").is_some()) {
+            for (i, item) in items.iter().enumerate() {
+                let output = string(item, format_args!("{path}.content[{i}]"), "output")?;
+                self.tool_response(output);
+            }
+            return Ok(());
+        }
+        let kind = first.and_then(|item| item.get("type")).and_then(Value::as_str);
+        if kind == Some("tool_reference") {
+            let mut text = String::from("<tools>\n");
+            for (i, item) in items.iter().enumerate() {
+                text += self.referenced_line(item, format_args!("{path}.content[{i}]"))?;
+            }
+            self.tool_response(&(text + "</tools>"));
+            return Ok(());
+        }
+        self.tool_response(&content_text(message, path)?);
+        Ok(())
+    }
+
+    fn tool_response(&mut self, text: &str) {
+        self.prompt.control("<tool_response>");
+        self.prompt.text_of(text);
+        self.prompt.control("</tool_response>");
+    }
+
+    /// The line of the tool that a reference names.
+    fn referenced_line(&mut self, item: &Value, path: Arguments<'_>) -> Result<&'a str> {
+        let name = string(item, path, "name")?;
+        let Some(line) = self.line_by_name.get(name).copied() else {
+            bail!("{path}.name: no tool of the request is called {}", quoted(name));
+        };
+        self.referenced_bytes = self.referenced_bytes.saturating_add(line.len());
+        if self.referenced_bytes > REFERENCED_BYTES_MAX {
+            bail!("{path}: references to tools repeat more than {REFERENCED_BYTES_MAX} bytes");
+        }
+        Ok(line)
+    }
+}
+
+/// A string of the request, for an error text.
+fn quoted(text: &str) -> String {
+    json::to_compact(&Value::String(text.into()))
 }
 
 /// The text of a message: a string, or the texts of its parts in order.
-fn content_text(message: &Value) -> Result<String> {
+fn content_text(message: &Value, path: Arguments<'_>) -> Result<String> {
     match message.get("content") {
         None | Some(Value::Null) => Ok(String::new()),
         Some(Value::String(text)) => Ok(text.clone()),
         Some(Value::Array(parts)) => {
-            let part = |(i, part)| part_text(part).context(|| format!("content[{i}]"));
+            let part = |(i, part)| part_text(part, format_args!("{path}.content[{i}]"));
             parts.iter().enumerate().map(part).collect()
         }
-        Some(other) => bail!("content: expected a string or an array, found {}", other.kind()),
+        Some(other) => {
+            bail!("{path}.content: expected a string or an array, found {}", other.kind())
+        }
     }
 }
 
-fn part_text(part: &Value) -> Result<String> {
+fn part_text<'a>(part: &'a Value, path: Arguments<'_>) -> Result<&'a str> {
     if let Some(text) = part.as_str() {
-        return Ok(text.into());
+        return Ok(text);
     }
-    if part.as_object().is_none() {
-        bail!("expected an object, found {}", part.kind());
+    object(part, path)?;
+    match string(part, path, "type")? {
+        "text" | "input_text" => string(part, path, "text"),
+        "image" | "image_url" | "input_image" | "video" | "video_url" | "input_video" | "audio"
+        | "audio_url" | "input_audio" => Ok(MEDIA_REMINDER),
+        kind => bail!("{path}.type: expected text or a media type, found {}", quoted(kind)),
     }
-    match string(part, "type")? {
-        "text" => Ok(string(part, "text")?.into()),
-        "image" | "image_url" | "video" | "video_url" | "input_audio" | "audio_url" => {
-            Ok(MEDIA_REMINDER.into())
-        }
-        kind => bail!(
-            "type: expected text or a media type, found {}",
-            json::to_compact(&Value::String(kind.into()))
-        ),
-    }
-}
-
-fn render_assistant(
-    prompt: &mut Prompt,
-    message: &Value,
-    settings: &Settings<'_>,
-    is_past: bool,
-) -> Result<()> {
-    let mut content = content_text(message)?;
-    let (mut reasoning, mut sent_back) = (None, false);
-    match present(message, "reasoning_content") {
-        Some(Value::String(text)) => (reasoning, sent_back) = (Some(text.clone()), true),
-        Some(other) => bail!("reasoning_content: expected a string, found {}", other.kind()),
-        None => {
-            if let Some((before, _)) = content.split_once("</think>") {
-                let start = before.rfind("<think>").map_or(0, |at| at + "<think>".len());
-                reasoning = Some(before[start..].to_string());
-                let end = content.rfind("</think>").map_or(0, |at| at + "</think>".len());
-                content.drain(..end);
-            }
-        }
-    }
-    let keeps = !is_past || !settings.clear_thinking.unwrap_or(!sent_back);
-    prompt.control("<|assistant|>");
-    prompt.control("<think>");
-    prompt.text_of(reasoning.filter(|_| keeps).as_deref().unwrap_or_default());
-    prompt.control("</think>");
-    prompt.text_of(strip(&content));
-    let calls = present(message, "tool_calls").map_or(Ok(&[][..]), |v| array(v, "tool_calls"))?;
-    for (i, call) in calls.iter().enumerate() {
-        render_call(prompt, call).context(|| format!("tool_calls[{i}]"))?;
-    }
-    Ok(())
 }
 
 /// `str.strip()` of Python: white space and the separators U+001C…U+001F, which Rust leaves.
@@ -348,86 +468,18 @@ fn strip(text: &str) -> &str {
     text.trim_matches(|c: char| c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c))
 }
 
-/// One tool call: its name, then key and value of each argument.
-fn render_call(prompt: &mut Prompt, call: &Value) -> Result<()> {
-    let function = tool_function(call)?;
-    prompt.control("<tool_call>");
-    prompt.text_of(string(function, "name")?);
-    for (key, value) in &arguments(function)? {
-        prompt.control("<arg_key>");
-        prompt.text_of(key);
-        prompt.control("</arg_key>");
-        prompt.control("<arg_value>");
-        match value {
-            Value::String(text) => prompt.text_of(text),
-            other => prompt.text_of(&to_python(other)),
-        }
-        prompt.control("</arg_value>");
-    }
-    prompt.control("</tool_call>");
-    Ok(())
-}
-
-/// The arguments of a call. OpenAI clients send them as a string of JSON.
-fn arguments(function: &Value) -> Result<Vec<(String, Value)>> {
+/// The arguments of a call. OpenAI clients send them as a string of JSON; a blank one, as some
+/// send for a call without arguments, is the empty object.
+fn arguments(function: &Value, path: Arguments<'_>) -> Result<Vec<(String, Value)>> {
     let parsed = match present(function, "arguments") {
         None => return Ok(Vec::new()),
         Some(Value::String(text)) if text.trim().is_empty() => return Ok(Vec::new()),
-        Some(Value::String(text)) => {
-            json::parse(text.as_bytes(), Limits::default()).context(|| "arguments")?
-        }
+        Some(Value::String(text)) => json::parse(text.as_bytes(), Limits::default())
+            .context(|| format!("{path}.arguments"))?,
         Some(other) => other.clone(),
     };
     match parsed {
         Value::Object(members) => Ok(members),
-        other => bail!("arguments: expected an object, found {}", other.kind()),
-    }
-}
-
-/// The responses of one tool message: one per item that has an `output`, the lines of referenced
-/// tools, or the content's text.
-fn render_tool_results(
-    prompt: &mut Prompt,
-    message: &Value,
-    settings: &Settings<'_>,
-) -> Result<()> {
-    let items = message.get("content").and_then(Value::as_array).unwrap_or_default();
-    let first = items.first();
-    if first.is_some_and(|item| item.get("output").is_some()) {
-        for (i, item) in items.iter().enumerate() {
-            let output = string(item, "output").context(|| format!("content[{i}]"))?;
-            tool_response(prompt, output);
-        }
-        return Ok(());
-    }
-    let kind = first.and_then(|item| item.get("type")).and_then(Value::as_str);
-    if kind == Some("tool_reference") {
-        let mut text = String::from("<tools>\n");
-        for (i, item) in items.iter().enumerate() {
-            let line = referenced_tool(item, settings).context(|| format!("content[{i}]"))?;
-            text += &(line + "\n");
-        }
-        tool_response(prompt, &(text + "</tools>"));
-        return Ok(());
-    }
-    tool_response(prompt, &content_text(message)?);
-    Ok(())
-}
-
-fn tool_response(prompt: &mut Prompt, text: &str) {
-    prompt.control("<tool_response>");
-    prompt.text_of(text);
-    prompt.control("</tool_response>");
-}
-
-/// The line of the tool that a reference names.
-fn referenced_tool(item: &Value, settings: &Settings<'_>) -> Result<String> {
-    let name = string(item, "name")?;
-    let named = |tool: &&Value| {
-        tool_function(tool).is_ok_and(|f| f.get("name").and_then(Value::as_str) == Some(name))
-    };
-    match settings.tools.iter().find(named) {
-        Some(tool) => Ok(tool_line(tool_function(tool)?)),
-        None => bail!("name: no tool of the request is called {name:?}"),
+        other => bail!("{path}.arguments: expected an object, found {}", other.kind()),
     }
 }

@@ -110,36 +110,204 @@ fn segments_encode_as_the_whole_prompt_does() {
     }
 }
 
+/// Each error is the path of the field, a colon, and what was expected there.
 #[test]
 fn malformed_requests_name_the_field() {
-    for (request, message) in [
-        ("{}", "messages is missing"),
-        (r#"{"messages":[]}"#, "messages: expected at least one"),
-        (r#"{"messages":{}}"#, "messages: expected an array"),
-        (r#"{"messages":[1]}"#, "messages[0]: expected an object"),
-        (r#"{"messages":[{"content":"x"}]}"#, "messages[0]: role is missing"),
-        (r#"{"messages":[{"role":"critic","content":"x"}]}"#, "messages[0]: role: expected"),
-        (r#"{"messages":[{"role":"user","content":5}]}"#, "messages[0]: content: expected"),
+    let hi = r#"{"role":"user","content":"hi"}"#;
+    let assistant = |rest: &str| format!(r#"{{"messages":[{{"role":"assistant",{rest}}}]}}"#);
+    let tool = |rest: &str| format!(r#"{{"messages":[{hi},{{"role":"tool",{rest}}}]}}"#);
+    let with = |rest: &str| format!(r#"{{"messages":[{hi}],{rest}}}"#);
+    let message = |message: &str| format!(r#"{{"messages":[{hi},{message}]}}"#);
+    for (request, start) in [
+        ("7".into(), "the request: expected an object, found an integer"),
+        ("{}".into(), "messages: expected at least one"),
+        (r#"{"messages":{}}"#.into(), "messages: expected an array, found an object"),
+        (message("1"), "messages[1]: expected an object, found an integer"),
+        (message("{}"), "messages[1].role: expected a string, but it is missing"),
+        (message(r#"{"role":"critic"}"#), "messages[1].role: expected system, developer,"),
+        (message(r#"{"role":"user","content":5}"#), "messages[1].content: expected a string or"),
         (
-            r#"{"messages":[{"role":"user","content":["a",{"type":"smell"}]}]}"#,
-            "messages[0]: content[1]: type: expected text or a media type, found \"smell\"",
+            message(r#"{"role":"user","content":["a",{"type":"smell"}]}"#),
+            "messages[1].content[1].type: expected text or a media type, found \"smell\"",
         ),
         (
-            r#"{"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f",
-                "arguments":"{\"a\":}"}}]}]}"#,
-            "messages[0]: tool_calls[0]: arguments: ",
+            message(r#"{"role":"user","content":[{"type":"text"}]}"#),
+            "messages[1].content[0].text: expected a string, but it is missing",
         ),
         (
-            r#"{"messages":[{"role":"assistant","tool_calls":[{"function":{"arguments":"{}"}}]}]}"#,
-            "messages[0]: tool_calls[0]: name is missing",
+            assistant(r#""content":"","reasoning_content":["x"]"#),
+            "messages[0].reasoning_content: expected a string, found an array",
+        ),
+        (assistant(r#""tool_calls":{}"#), "messages[0].tool_calls: expected an array"),
+        (assistant(r#""tool_calls":["f"]"#), "messages[0].tool_calls[0]: expected an object"),
+        (
+            assistant(r#""tool_calls":[{"name":"f"},{"function":{}}]"#),
+            "messages[0].tool_calls[1].function.name: expected a string, but it is missing",
         ),
         (
-            r#"{"messages":[{"role":"user","content":"x"}],"enable_thinking":"no"}"#,
-            "enable_thinking: expected true or false, found a string",
+            assistant(r#""tool_calls":[{"name":"f","arguments":"{\"a\":}"}]"#),
+            "messages[0].tool_calls[0].arguments: ",
         ),
-        (r#"{"messages":[{"role":"user","content":"x"}],"tools":[7]}"#, "tools[0]: expected"),
+        (
+            assistant(r#""tool_calls":[{"function":{"name":"f","arguments":"[1]"}}]"#),
+            "messages[0].tool_calls[0].function.arguments: expected an object, found an array",
+        ),
+        (
+            tool(r#""content":[{"output":"a"},{"output":null}]"#),
+            "messages[1].content[1].output: expected a string, found null",
+        ),
+        (
+            tool(r#""content":[{"type":"tool_reference","name":"gone"}]"#),
+            "messages[1].content[0].name: no tool of the request is called \"gone\"",
+        ),
+        (with(r#""enable_thinking":"no""#), "enable_thinking: expected true or false, found a"),
+        (with(r#""reasoning_effort":3"#), "reasoning_effort: expected a string, found an"),
+        (with(r#""chat_template_kwargs":[]"#), "chat_template_kwargs: expected an object"),
+        (with(r#""tools":{}"#), "tools: expected an array"),
+        (with(r#""tools":[{},7]"#), "tools[1]: expected an object, found an integer"),
+        (with(r#""tools":[{"function":null}]"#), "tools[0].function: expected an object"),
     ] {
-        let error = chat::render(&parse(request)).unwrap_err().to_string();
-        assert!(error.contains(message), "{request}: {error}");
+        let error = chat::render(&parse(&request)).unwrap_err().to_string();
+        assert!(error.starts_with(start), "{request}: {error}");
     }
+}
+
+/// A request of kilobytes must not ask for a prompt of gigabytes, nor for quadratic time.
+#[test]
+fn references_cannot_repeat_a_tool_without_bound() {
+    let request = |references: usize| {
+        let reference = r#"{"type":"tool_reference","name":"big"}"#;
+        parse(&format!(
+            r#"{{"messages":[{{"role":"tool","content":[{}]}}],"tools":[{{"name":"big","d":"{}"}}]}}"#,
+            vec![reference; references].join(","),
+            "x".repeat(1 << 20)
+        ))
+    };
+    let text = chat::render(&request(15)).unwrap().text();
+    assert_eq!(text.matches("\n{\"name\": \"big\"").count(), 1 + 15);
+    let error = chat::render(&request(16)).unwrap_err().to_string();
+    assert!(error.starts_with("messages[0].content[15]: references to tools repeat"), "{error}");
+}
+
+#[test]
+fn a_tokenizer_without_the_markers_is_refused_by_name() {
+    let dir = common::TempDir::new("chat-markers");
+    let text = std::fs::read_to_string(fixture("tokenizer").join("tokenizer.json")).unwrap();
+    let path = dir.0.join("tokenizer.json");
+    std::fs::write(&path, text.replace("<|assistant|>", "<|helper|>")).unwrap();
+    let prompt = chat::render(&parse(r#"{"messages":[{"role":"user"}]}"#)).unwrap();
+    let error = prompt.ids(&Tokenizer::load(&path).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("<|assistant|>"), "{error}");
+}
+
+/// Marsaglia's xorshift64*.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        ((self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33) % end as u64) as usize
+    }
+}
+
+/// Every value within `value`, itself included.
+fn nodes<'a>(value: &'a Value, found: &mut Vec<&'a Value>) {
+    found.push(value);
+    match value {
+        Value::Array(items) => items.iter().for_each(|item| nodes(item, found)),
+        Value::Object(members) => members.iter().for_each(|(_, member)| nodes(member, found)),
+        _ => {}
+    }
+}
+
+/// Changes one value within `value`: takes, drops or doubles a child, or replaces it with `spare`.
+fn mutate(value: &mut Value, spare: &Value, random: &mut Random) {
+    let length = match value {
+        Value::Array(items) => items.len(),
+        Value::Object(members) => members.len(),
+        _ => 0,
+    };
+    if length == 0 || random.below(8) == 0 {
+        *value = spare.clone();
+        return;
+    }
+    let at = random.below(length);
+    match (value, random.below(8)) {
+        (Value::Array(items), 0) => drop(items.remove(at)),
+        (Value::Array(items), 1) => items.insert(at, spare.clone()),
+        (Value::Array(items), 2) => items.push(items[at].clone()),
+        (Value::Array(items), _) => mutate(&mut items[at], spare, random),
+        (Value::Object(members), 0) => drop(members.remove(at)),
+        (Value::Object(members), 1) => members[at].1 = spare.clone(),
+        (Value::Object(members), _) => mutate(&mut members[at].1, spare, random),
+        _ => unreachable!("only containers have children"),
+    }
+}
+
+/// What holds for every request: markers as the roles ask, or an error that names a field.
+fn check_any_request(request: &Value) -> bool {
+    let prompt = match chat::render(request) {
+        Ok(prompt) => prompt,
+        Err(error) => {
+            let error = error.to_string();
+            let fields = ["messages", "tools", "chat_template_kwargs", "enable_thinking"];
+            let others = ["clear_thinking", "reasoning_effort", "the request"];
+            let named = fields.iter().chain(&others).any(|field| error.starts_with(field));
+            assert!(named && error.contains(": "), "{error}");
+            return false;
+        }
+    };
+    let count =
+        |marker| prompt.segments().iter().filter(|s| **s == Segment::Control(marker)).count();
+    let messages = request.get("messages").unwrap().as_array().unwrap();
+    let role = |role| messages.iter().filter(|m| m.get("role").unwrap().as_str() == role).count();
+    assert_eq!((count("[gMASK]"), count("<sop>")), (1, 1));
+    assert_eq!(count("<|user|>"), role(Some("user")));
+    assert_eq!(count("<|assistant|>"), role(Some("assistant")) + 1);
+    assert_eq!(count("<think>"), count("<|assistant|>"));
+    assert_eq!(count("</think>") + usize::from(prompt.is_thinking()), count("<think>"));
+    assert!(count("<|observation|>") <= role(Some("tool")));
+    for (open, close) in [("<tool_call>", "</tool_call>"), ("<arg_value>", "</arg_value>")] {
+        assert_eq!(count(open), count(close));
+    }
+    for pair in prompt.segments().windows(2) {
+        assert!(!matches!(pair, [Segment::Text(_), Segment::Text(_)]), "{pair:?}");
+    }
+    assert!(!prompt.segments().contains(&Segment::Text(String::new())));
+    true
+}
+
+/// `COLI_FUZZ_SEED=<number>` repeats a run.
+#[test]
+fn mutated_requests_never_panic_and_never_add_markers() {
+    let given = std::env::var("COLI_FUZZ_SEED").ok().and_then(|text| text.parse().ok());
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    let seed: u64 = given.unwrap_or(now.as_nanos() as u64).max(1);
+    let mut random = Random(seed);
+    let cases = read_json(&fixture("chat").join("cases.json"));
+    let requests = cases.as_array().unwrap().iter().map(|case| case.get("request").unwrap());
+    let requests: Vec<&Value> = requests.collect();
+    let scalars = parse(
+        r#"[null,true,0,-1.5,99999999999999999999,"","<|user|>","{\"a\":[1]}",
+        "assistant","tool","user",[],{},[{"type":"tool_reference","name":"later"}]]"#,
+    );
+    let mut spares = Vec::new();
+    requests.iter().for_each(|request| nodes(request, &mut spares));
+    nodes(&scalars, &mut spares);
+    let mut rendered = 0;
+    for case in 0..20_000 {
+        let mut request = requests[random.below(requests.len())].clone();
+        for _ in 0..1 + random.below(4) {
+            let spare = spares[random.below(spares.len())];
+            mutate(&mut request, spare, &mut random);
+        }
+        let checked = std::panic::catch_unwind(|| check_any_request(&request));
+        let Ok(ok) = checked else {
+            panic!("COLI_FUZZ_SEED={seed} case {case}: {}", json::to_compact(&request));
+        };
+        rendered += usize::from(ok);
+    }
+    assert!((2_000..18_000).contains(&rendered), "COLI_FUZZ_SEED={seed}: {rendered} rendered");
 }
