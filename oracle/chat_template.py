@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Make tests/fixtures/chat/cases.json: chat requests and the prompts that jinja2 renders for them.
 
-The template is chat_template_glm52.jinja, run with the settings that transformers uses (trim_blocks, lstrip_blocks, a
-`tojson` that keeps key order and non-ASCII text). Two things are prepared as servers do before a template sees them:
-arguments that are a string of JSON are parsed, and the developer role becomes system.
+The template is chat_template_glm52.jinja, run with the settings that transformers uses
+(trim_blocks, lstrip_blocks, a `tojson` that keeps key order and non-ASCII text). Two things are
+prepared as servers do before a template sees them: arguments that are a string of JSON are parsed
+(a blank string is no arguments), and the developer role becomes system.
 
 usage: chat_template.py OUT.json
 """
@@ -12,74 +13,154 @@ import json
 import os
 import sys
 
+import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+PINNED = "3.1.6"
 HERE = os.path.dirname(os.path.abspath(__file__))
-WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Weather of a city — now",
-           "strict": True, "parameters": {"type": "object", "properties": {"city": {"type": "string"},
-           "days": {"type": "integer", "default": 1, "maximum": 1e5}}, "required": ["city"]}}}
-LATER = {"type": "function", "defer_loading": True, "function": {"name": "later", "parameters": {}}}
+CITY = {"type": "object", "required": ["city"], "properties": {
+    "city": {"type": "string"}, "days": {"type": "integer", "default": 1, "maximum": 1e5}}}
+WEATHER = {"type": "function", "function": {
+    "name": "get_weather", "description": "Weather of a city — now", "strict": True,
+    "parameters": CITY}}
+LATER = {"type": "function", "defer_loading": True, "function": {
+    "name": "later", "parameters": {}, "strict": False}}
 FLAT = {"name": "flat", "defer_loading": False, "ünï": [1, 1.0, None, True, "a\"b\\c\n"]}
+NUMBERS = {"zero": -0.0, "small": 1e-7, "digits": 0.1, "edge": 1e16, "below": 123456789012345.6,
+           "large": 1e22, "int": 2**70, "negative": -5, "\u007f\u2028<&'>": "\b\f\x01"}
 
 
-def user(text):
-    return {"role": "user", "content": text}
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **rest):
+    return {"role": "assistant", "content": content, **rest}
+
+
+def tool(content):
+    return {"role": "tool", "tool_call_id": "c1", "content": content}
+
+
+def system(content, role="system"):
+    return {"role": role, "content": content}
+
+
+def text(content, kind="text"):
+    return {"type": kind, "text": content}
+
+
+def reference(name):
+    return {"type": "tool_reference", "name": name}
 
 
 def call(name, arguments):
     return {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def cases():
-    """(name, request) pairs."""
-    hi = [user("hi")]
-    thought = {"role": "assistant", "content": " yes \n", "reasoning_content": " because "}
-    inline = {"role": "assistant", "content": "x<think>one</think>two</think> three\x1c"}
-    asked = {"role": "assistant", "content": None, "tool_calls": [call("get_weather", '{"city": "Paris"}')]}
-    sunny = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
-    yield "thinking on", dict(messages=hi)
-    yield "thinking off", dict(messages=hi, chat_template_kwargs=dict(enable_thinking=False))
-    yield "thinking off at the top", dict(messages=hi, enable_thinking=False)
-    yield "null settings are absent", dict(messages=hi, enable_thinking=None, tools=None, reasoning_effort=None)
-    for effort in ("high", "low", "max", "none"):
-        yield f"effort {effort}", dict(messages=hi, reasoning_effort=effort)
-    yield "effort in kwargs", dict(messages=hi, chat_template_kwargs=dict(reasoning_effort="high"))
-    yield "system first", dict(messages=[{"role": "system", "content": "Be brief."}, user("hi")])
-    yield "developer is system", dict(messages=[{"role": "developer", "content": "Be brief."}, user("hi")])
+HI = [user("hi")]
+ASKED = assistant(None, tool_calls=[call("get_weather", '{"city": "Paris"}')])
+SUNNY = tool("sunny")
+
+
+def setting_cases():
+    """(name, request) pairs about everything before the messages."""
+    yield "thinking on", dict(messages=HI)
+    off = dict(enable_thinking=False)
+    yield "thinking off", dict(messages=HI, chat_template_kwargs=off)
+    yield "thinking off at the top", dict(messages=HI, **off)
+    yield "kwargs win over the top", dict(
+        messages=HI, chat_template_kwargs=off, enable_thinking=True)
+    yield "null settings are absent", dict(
+        messages=HI, enable_thinking=None, tools=None, reasoning_effort=None)
+    for effort in ("high", "low", "max", "none", "High"):
+        yield f"effort {effort}", dict(messages=HI, reasoning_effort=effort)
+    yield "effort in kwargs", dict(
+        messages=HI, chat_template_kwargs=dict(reasoning_effort="high"))
+    yield "effort with thinking off", dict(messages=HI, reasoning_effort="high", **off)
+    yield "tools", dict(messages=HI, tools=[WEATHER])
+    yield "no tools", dict(messages=HI, tools=[])
+    yield "tools without thinking", dict(messages=HI, tools=[WEATHER, FLAT], **off)
+    yield "deferred tools", dict(messages=HI, tools=[LATER, WEATHER])
+    yield "only deferred tools", dict(messages=HI, tools=[LATER])
+    for value in (0, 0.0, "", [], {}, None, 1, "no", [0], 2**70):
+        yield f"defer_loading {value!r}", dict(
+            messages=HI, tools=[dict(FLAT, defer_loading=value)])
+    yield "numbers in a tool", dict(messages=HI, tools=[dict(name="n", parameters=NUMBERS)])
+    yield "tools before system", dict(messages=[system("s"), *HI], tools=[FLAT])
+
+
+def text_cases():
+    """(name, request) pairs about the text of messages."""
+    yield "system first", dict(messages=[system("Be brief."), *HI])
+    yield "developer is system", dict(messages=[system("Be brief.", "developer"), *HI])
+    yield "system in the middle", dict(messages=[*HI, assistant("a"), system(" s "), *HI])
     yield "markers in text", dict(messages=[user("a<|user|>b</think><tool_call>c")])
-    yield "content parts", dict(messages=[user([{"type": "text", "text": "a"}, "b", {"type": "text", "text": "c"}])])
-    yield "image part", dict(messages=[user([{"type": "image_url", "image_url": {"url": "x"}},
-                                             {"type": "text", "text": " what?"}])])
-    yield "null content", dict(messages=[{"role": "user", "content": None}])
+    yield "content parts", dict(messages=[user([text("a"), "b", text("c", "input_text")])])
+    yield "image part", dict(messages=[user(
+        [{"type": "image_url", "image_url": {"url": "x"}}, text(" what?")])])
+    yield "audio part", dict(messages=[user(
+        ["hear: ", {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}])])
+    yield "null content", dict(messages=[user(None)])
+    yield "missing content", dict(messages=[{"role": "user"}, {"role": "assistant"}])
     yield "empty content", dict(messages=[user("")])
-    yield "two turns", dict(messages=[user("a"), {"role": "assistant", "content": "b"}, user("c")])
-    yield "past reasoning cleared", dict(messages=[user("a"), thought, user("c")], clear_thinking=True)
-    yield "past reasoning kept", dict(messages=[user("a"), thought, user("c")], clear_thinking=False)
-    yield "past inline reasoning cleared", dict(messages=[user("a"), inline, user("c")])
-    yield "past inline reasoning kept", dict(messages=[user("a"), inline, user("c")],
-                                             chat_template_kwargs=dict(clear_thinking=False))
-    yield "last turn keeps its reasoning", dict(messages=[user("a"), thought], clear_thinking=True)
-    yield "last turn keeps inline reasoning", dict(messages=[user("a"), inline])
-    yield "closing tag alone", dict(messages=[user("a"), {"role": "assistant", "content": "r</think>c"}])
+    yield "no parts", dict(messages=[user([])])
+    yield "user text is not stripped", dict(messages=[user(" a\n"), assistant(" b\n")])
     yield "content is stripped as python does", dict(messages=[
-        user(" a "), {"role": "assistant", "content": "\x1f\u3000 b \u00a0\t"}])
-    yield "tools", dict(messages=hi, tools=[WEATHER])
-    yield "tools without thinking", dict(messages=hi, tools=[WEATHER, FLAT], enable_thinking=False)
-    yield "deferred tools", dict(messages=hi, tools=[LATER, WEATHER])
-    yield "tools before system", dict(messages=[{"role": "system", "content": "s"}, user("u")], tools=[FLAT])
-    yield "tool turn", dict(messages=[user("?"), asked, sunny], tools=[WEATHER])
-    yield "call of many types", dict(messages=[user("?"), {"role": "assistant", "content": " then ", "tool_calls": [
-        call("f", json.dumps({"s": "007", "i": 7, "f": 1e5, "g": 1.0, "t": True, "n": None, "l": [1, "é"],
-                              "o": {"b": 1, "a": 2}})), call("now", "{}")]}])
-    yield "arguments as an object", dict(messages=[user("?"), {"role": "assistant", "content": "",
-                                                               "tool_calls": [call("f", {"a": 1})]}])
-    yield "two results in a run", dict(messages=[user("?"), asked, sunny, sunny, user("and?"), asked, sunny])
-    yield "outputs", dict(messages=[user("?"), asked, {"role": "tool", "content": [
-        {"output": "one"}, {"output": "two"}]}])
-    yield "result parts", dict(messages=[user("?"), asked, {"role": "tool", "content": [
-        {"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}])
-    yield "reasoning before a call", dict(messages=[user("?"), {**asked, "reasoning_content": "look it up"}, sunny])
+        user(" a "), assistant("\x1f\u3000 b \u200b\u00a0\x85\t\x1c")])
     yield "unicode", dict(messages=[user("Grüße 你好 😀 \u2028 \u0000")])
+
+
+def reasoning_cases():
+    """(name, request) pairs about the think blocks of earlier turns."""
+    thought = assistant(" yes \n", reasoning_content=" because ")
+    inline = assistant("x<think>one</think>two</think> three\x1c")
+    clear, keep = dict(clear_thinking=True), dict(clear_thinking=False)
+    yield "two turns", dict(messages=[user("a"), assistant("b"), user("c")])
+    for name, turn in (("sent back", thought), ("inline", inline)):
+        yield f"past reasoning {name}", dict(messages=[user("a"), turn, user("c")])
+        yield f"past reasoning {name} cleared", dict(messages=[user("a"), turn, user("c")], **clear)
+        yield f"past reasoning {name} kept", dict(
+            messages=[user("a"), turn, user("c")], chat_template_kwargs=keep)
+        yield f"reasoning {name} of the last turn", dict(messages=[user("a"), turn], **clear)
+    yield "reasoning of both kinds", dict(messages=[
+        user("a"), inline, user("b"), thought, user("c"), inline])
+    yield "reasoning with tags in both", dict(messages=[
+        user("a"), dict(inline, reasoning_content="r</think>s")])
+    yield "empty reasoning", dict(messages=[user("a"), dict(inline, reasoning_content="")])
+    yield "null reasoning", dict(messages=[user("a"), dict(inline, reasoning_content=None)])
+    yield "closing tag alone", dict(messages=[user("a"), assistant("r</think>c")])
+    yield "opening tags before one close", dict(messages=[
+        user("a"), assistant([text("<think>p<think>q"), text("</think>c")])])
+    yield "opening tag alone", dict(messages=[user("a"), assistant("<think>r")])
+    yield "no user at all", dict(messages=[system("s"), thought, inline], **clear)
+    yield "reasoning before a call", dict(messages=[
+        user("?"), dict(ASKED, reasoning_content="look it up"), SUNNY], **clear)
+
+
+def tool_cases():
+    """(name, request) pairs about calls and their results."""
+    yield "tool turn", dict(messages=[user("?"), ASKED, SUNNY], tools=[WEATHER])
+    values = {"s": "007", "i": 7, "f": 1e5, "g": 1.0, "t": True, "n": None, "l": [1, "é"],
+              "o": {"b": 1, "a": 2}}
+    yield "call of many types", dict(messages=[user("?"), assistant(
+        " then ", tool_calls=[call("f", json.dumps(values)), call("now", "{}")])])
+    yield "call with numbers", dict(messages=[user("?"), assistant(
+        None, tool_calls=[call("f", {"n": NUMBERS, **NUMBERS})])])
+    yield "arguments as an object", dict(messages=[
+        user("?"), assistant("", tool_calls=[call("f", {"a": 1})])])
+    yield "no arguments", dict(messages=[user("?"), assistant(
+        "", tool_calls=[call("f", " "), call("g", None), {"name": "h"}])])
+    yield "null calls", dict(messages=[user("?"), assistant("a", tool_calls=None)])
+    yield "two results in a run", dict(messages=[
+        user("?"), ASKED, SUNNY, SUNNY, user("and?"), ASKED, SUNNY])
+    yield "result without a call", dict(messages=[SUNNY])
+    yield "outputs", dict(messages=[user("?"), ASKED, tool([{"output": "one"}, {"output": " "}])])
+    yield "result parts", dict(messages=[user("?"), ASKED, tool([text("one"), text(" two ")])])
+    yield "null result", dict(messages=[user("?"), ASKED, tool(None), tool([])])
+    yield "tool references", dict(
+        messages=[user("?"), ASKED, tool([reference("later"), reference("flat")]), SUNNY],
+        tools=[WEATHER, LATER, FLAT])
 
 
 def prepare(request):
@@ -88,19 +169,24 @@ def prepare(request):
     for message in request["messages"]:
         if message["role"] == "developer":
             message["role"] = "system"
-        for c in message.get("tool_calls") or []:
-            if isinstance(c["function"]["arguments"], str):
-                c["function"]["arguments"] = json.loads(c["function"]["arguments"])
+        for one in message.get("tool_calls") or []:
+            function = one.get("function", one)
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json.loads(function["arguments"].strip() or "{}")
     names = dict(request, **request.get("chat_template_kwargs", {}))
     return {k: v for k, v in names.items() if v is not None and k != "chat_template_kwargs"}
 
 
 def main():
+    assert jinja2.__version__ == PINNED, f"jinja2 {PINNED} is needed, not {jinja2.__version__}"
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     env.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     with open(os.path.join(HERE, "chat_template_glm52.jinja"), encoding="utf-8") as f:
         template = env.from_string(f.read())
-    out = [dict(name=name, request=request, text=template.render(**prepare(request))) for name, request in cases()]
+    cases = [*setting_cases(), *text_cases(), *reasoning_cases(), *tool_cases()]
+    assert len({name for name, _ in cases}) == len(cases), "two cases have one name"
+    out = [dict(name=name, request=request, text=template.render(**prepare(request)))
+           for name, request in cases]
     with open(sys.argv[1], "w", encoding="utf-8") as f:
         f.write("[\n" + ",\n".join(json.dumps(c, ensure_ascii=False) for c in out) + "\n]\n")
     print(len(out), "cases")

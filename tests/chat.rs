@@ -20,7 +20,7 @@ fn tokenizer() -> Tokenizer {
 fn prompts_equal_those_of_the_jinja_template() {
     let cases = read_json(&fixture("chat").join("cases.json"));
     let cases = cases.as_array().unwrap();
-    assert!(cases.len() >= 30);
+    assert!(cases.len() >= 70);
     for case in cases {
         let name = case.get("name").unwrap().as_str().unwrap();
         let want = case.get("text").unwrap().as_str().unwrap();
@@ -99,15 +99,23 @@ fn only_the_template_writes_control_tokens() {
 #[test]
 fn segments_encode_as_the_whole_prompt_does() {
     let tokenizer = tokenizer();
+    let spells_markers = |segment: &Segment| match segment {
+        Segment::Control(_) => false,
+        Segment::Text(text) => {
+            tokenizer.encode(text, Special::Parse).iter().any(|id| tokenizer.is_added(*id))
+        }
+    };
+    let mut compared = 0;
     for case in read_json(&fixture("chat").join("cases.json")).as_array().unwrap() {
-        let name = case.get("name").unwrap().as_str().unwrap();
-        if name == "markers in text" {
+        let prompt = chat::render(case.get("request").unwrap()).unwrap();
+        if prompt.segments().iter().any(spells_markers) {
             continue;
         }
-        let prompt = chat::render(case.get("request").unwrap()).unwrap();
+        compared += 1;
         let want = tokenizer.encode(&prompt.text(), Special::Parse);
-        assert_eq!(prompt.ids(&tokenizer).unwrap(), want, "{name}");
+        assert_eq!(prompt.ids(&tokenizer).unwrap(), want, "{:?}", case.get("name"));
     }
+    assert!(compared >= 60, "only {compared} cases spell no markers");
 }
 
 /// Each error is the path of the field, a colon, and what was expected there.
@@ -178,7 +186,8 @@ fn references_cannot_repeat_a_tool_without_bound() {
     let request = |references: usize| {
         let reference = r#"{"type":"tool_reference","name":"big"}"#;
         parse(&format!(
-            r#"{{"messages":[{{"role":"tool","content":[{}]}}],"tools":[{{"name":"big","d":"{}"}}]}}"#,
+            r#"{{"messages":[{{"role":"tool","content":[{}]}}],
+                "tools":[{{"name":"big","d":"{}"}}]}}"#,
             vec![reference; references].join(","),
             "x".repeat(1 << 20)
         ))
