@@ -180,6 +180,18 @@ fn malformed_requests_name_the_field() {
     }
 }
 
+/// Of two tools with one name, a reference shows the first.
+#[test]
+fn a_reference_shows_one_tool_of_a_name() {
+    let request = parse(
+        r#"{"messages":[{"role":"tool","content":[{"type":"tool_reference","name":"f"}]}],
+            "tools":[{"name":"f","n":1},{"name":"f","n":2}]}"#,
+    );
+    let text = chat::render(&request).unwrap().text();
+    let response = "<tool_response><tools>\n{\"name\": \"f\", \"n\": 1}\n</tools></tool_response>";
+    assert!(text.contains(response), "{text}");
+}
+
 /// A request of kilobytes must not ask for a prompt of gigabytes, nor for quadratic time.
 #[test]
 fn references_cannot_repeat_a_tool_without_bound() {
