@@ -76,6 +76,19 @@ MUTATIONS = {
             1,
         )
     ],
+    "shared_layers_use_first_full": [
+        (
+            "prev_topk_indices=topk_indices,  # MAIN",
+            "prev_topk_indices=getattr(self.layers[0].self_attn, 'first', None),  # MAIN",
+            1,
+        ),
+        (
+            "        sparse_indices = None\n",
+            "        self.first = topk_indices\n        sparse_indices = None\n",
+            1,
+        ),
+    ],
+    "no_shared_expert": [("+ self.shared_experts(residuals)", "", 1)],
     "no_attention_bias": [("bias=config.attention_bias", "bias=False", 3)],
     "norm_topk_flipped": [("if self.norm_topk_prob:", "if not self.norm_topk_prob:", 1)],
     "router_no_bias": [("scores + self.e_score_correction_bias", "scores", 1)],
@@ -121,7 +134,7 @@ class Gold:
         self.model = gold_module(mutation).GlmMoeDsaForCausalLM._from_config(config, **EAGER)
         self.model = self.model.eval().double()
         state = {name: tensor.double() for name, tensor in model.state_dict().items()}
-        self.model.load_state_dict(state, strict="no_attention_bias" not in str(mutation))
+        self.model.load_state_dict(state, strict=not mutation)
         for layer in self.model.model.layers:
             if latent_eps is not None:
                 layer.self_attn.q_a_layernorm.variance_epsilon = latent_eps
