@@ -3,7 +3,7 @@
 A fixture is a tiny glm_moe_dsa model with random weights, as `save_pretrained` writes it, and what
 the model computes on a short sequence:
 
-  ref.json          prompt_ids, full_ids (prompt + greedy), tf_pred (argmax at every position), margins
+  ref.json          prompt_ids, full_ids (prompt + greedy), tf_pred (argmax per position), margins
   logits_gold.f32   [T, vocab] little-endian float32: transformers' own code run in float64, with
                     the float32 RoPE angles of the original (`gold_module` below)
   logits_cfgeps.f32 a_seed only: the same with rms_norm_eps in the two latent norms, where
@@ -42,7 +42,7 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 # --- The gold model: transformers' source with its float32 islands widened to float64 ----------
 
-# (old text, new text, number of occurrences) outside the rotary embedding, whose angles stay float32.
+# (old text, new text, occurrences) outside the rotary embedding, whose angles stay float32.
 WIDEN = [
     (".to(torch.float32)", ".to(torch.float64)", 1),  # RMSNorm statistics
     ("dtype=torch.float32).to(query.dtype)", "dtype=torch.float64).to(query.dtype)", 1),  # softmax
@@ -558,6 +558,7 @@ def main():
     parser.add_argument("--out", type=Path, default=FIXTURES)
     parser.add_argument("--tries", type=int, default=1000)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # one order of summation, so that a rerun gives the same bytes
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     good = True
