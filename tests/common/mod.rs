@@ -199,6 +199,7 @@ pub fn read_safetensors(path: &Path) -> Vec<TestTensor> {
         let dtype = match entry.get("dtype").unwrap().as_str().unwrap() {
             "F32" => "F32",
             "BF16" => "BF16",
+            "F16" => "F16",
             "U8" => "U8",
             other => panic!("dtype {other} in a fixture"),
         };
