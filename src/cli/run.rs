@@ -108,12 +108,12 @@ fn params(args: &Args) -> Result<Params> {
     let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
     let params = Params {
         temperature: args.number("--temp", 0.0..=100.0)?.unwrap_or(1.0),
-        top_p: args.number("--top-p", f32::MIN_POSITIVE..=1.0)?.unwrap_or(0.95),
+        top_p: args.number("--top-p", 0.0..=1.0)?.unwrap_or(0.95),
         top_k: args.number("--top-k", 0..=usize::MAX)?.unwrap_or(0),
         min_p: args.number("--min-p", 0.0..=1.0)?.unwrap_or(0.0),
         seed: args.number("--seed", 0..=u64::MAX)?.unwrap_or_else(clock),
     };
-    params.validate()?;
+    params.validate().map_err(|error| Error::usage(error.to_string()))?;
     Ok(params)
 }
 
