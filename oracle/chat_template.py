@@ -2,9 +2,11 @@
 """Make tests/fixtures/chat/cases.json: chat requests and the prompts that jinja2 renders for them.
 
 The template is chat_template_glm52.jinja, run with the settings that transformers uses
-(trim_blocks, lstrip_blocks, a `tojson` that keeps key order and non-ASCII text). Two things are
+(trim_blocks, lstrip_blocks, a `tojson` that keeps key order and non-ASCII text). Some things are
 prepared as servers do before a template sees them: arguments that are a string of JSON are parsed
-(a blank string is no arguments), and the developer role becomes system.
+(a blank string is no arguments), the developer role becomes system, `reasoning` becomes
+`reasoning_content`, the object `thinking` becomes the template's settings, and the tools are
+withheld when `tool_choice` is "none".
 
 usage: chat_template.py OUT.json
 """
@@ -87,6 +89,19 @@ def setting_cases():
         yield f"defer_loading {value!r}", dict(
             messages=HI, tools=[dict(FLAT, defer_loading=value)])
     yield "numbers in a tool", dict(messages=HI, tools=[dict(name="n", parameters=NUMBERS)])
+    yield "tool choice none", dict(messages=HI, tools=[WEATHER], tool_choice="none")
+    for choice in (None, "auto", "required", {"type": "function", "function": {"name": "flat"}}):
+        yield f"tool choice {choice and str(choice)[:8]} shows tools", dict(
+            messages=HI, tools=[FLAT], tool_choice=choice)
+    disabled, enabled = dict(type="disabled"), dict(type="enabled")
+    yield "thinking disabled", dict(messages=HI, thinking=disabled)
+    yield "thinking enabled", dict(messages=HI, thinking=enabled)
+    yield "thinking of no type", dict(messages=HI, thinking=dict(type=None))
+    yield "null thinking", dict(messages=HI, thinking=None)
+    yield "the top wins over thinking", dict(
+        messages=HI, thinking=disabled, enable_thinking=True)
+    yield "kwargs win over thinking", dict(
+        messages=HI, thinking=enabled, chat_template_kwargs=off)
     yield "tools before system", dict(messages=[system("s"), *HI], tools=[FLAT])
 
 
@@ -123,6 +138,16 @@ def reasoning_cases():
         yield f"past reasoning {name} kept", dict(
             messages=[user("a"), turn, user("c")], chat_template_kwargs=keep)
         yield f"reasoning {name} of the last turn", dict(messages=[user("a"), turn], **clear)
+    alias = assistant("yes", reasoning="because")
+    yield "reasoning by its other name", dict(messages=[user("a"), alias, user("c"), alias])
+    yield "the first name wins", dict(messages=[
+        user("a"), dict(alias, reasoning_content="first")])
+    yield "null by the first name", dict(messages=[user("a"), dict(alias, reasoning_content=None)])
+    for value in (False, True):
+        yield f"thinking clears {value}", dict(
+            messages=[user("a"), thought, user("c")], thinking=dict(clear_thinking=value))
+    yield "the top wins over what thinking clears", dict(
+        messages=[user("a"), thought, user("c")], thinking=dict(clear_thinking=True), **keep)
     yield "reasoning of both kinds", dict(messages=[
         user("a"), inline, user("b"), thought, user("c"), inline])
     yield "reasoning with tags in both", dict(messages=[
@@ -169,11 +194,22 @@ def prepare(request):
     for message in request["messages"]:
         if message["role"] == "developer":
             message["role"] = "system"
+        if message.get("reasoning_content") is None and "reasoning" in message:
+            message["reasoning_content"] = message["reasoning"]
         for one in message.get("tool_calls") or []:
             function = one.get("function", one)
             if isinstance(function.get("arguments"), str):
                 function["arguments"] = json.loads(function["arguments"].strip() or "{}")
-    names = dict(request, **request.get("chat_template_kwargs", {}))
+    names = {}
+    thinking = request.get("thinking") or {}
+    if thinking.get("type") is not None:
+        names["enable_thinking"] = thinking["type"] == "enabled"
+    if thinking.get("clear_thinking") is not None:
+        names["clear_thinking"] = thinking["clear_thinking"]
+    for source in (request, request.get("chat_template_kwargs") or {}):
+        names.update((key, value) for key, value in source.items() if value is not None)
+    if request.get("tool_choice") == "none":
+        names["tools"] = []
     return {k: v for k, v in names.items() if v is not None and k != "chat_template_kwargs"}
 
 

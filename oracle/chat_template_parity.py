@@ -18,6 +18,8 @@ import sys
 from renderers.configs import GLM51RendererConfig, GLM53RendererConfig
 from renderers.glm5 import GLM51Renderer, GLM53Renderer
 
+from chat_template import prepare
+
 CASES = pathlib.Path(__file__).parent.parent / "tests" / "fixtures" / "chat" / "cases.json"
 
 
@@ -39,12 +41,6 @@ class Pieces:
 
     def join(self, ids):
         return "".join(self.pieces[i] for i in ids)
-
-
-def settings(request):
-    """The request with the settings of chat_template_kwargs at its top, null ones left out."""
-    merged = {**request, **(request.get("chat_template_kwargs") or {})}
-    return {key: value for key, value in merged.items() if value is not None}
 
 
 def items(message):
@@ -87,11 +83,6 @@ def has_reasoning(message):
     return isinstance(message.get("reasoning_content"), str) or "</think>" in text(message)
 
 
-def messages_of(request):
-    role = {"developer": "system"}
-    return [dict(m, role=role.get(m["role"], m["role"])) for m in request["messages"]]
-
-
 def glm_5_3(request):
     keeps = any(isinstance(m.get("reasoning_content"), str) for m in request["messages"])
     effort = "high" if request.get("reasoning_effort") == "high" else "max"
@@ -100,7 +91,7 @@ def glm_5_3(request):
     pieces = Pieces()
     renderer = GLM53Renderer(pieces, config)
     return pieces.join(renderer.render_ids(
-        messages_of(request), tools=request.get("tools"), add_generation_prompt=True))
+        request["messages"], tools=request.get("tools"), add_generation_prompt=True))
 
 
 def glm_5_1(request):
@@ -109,7 +100,7 @@ def glm_5_1(request):
     pieces = Pieces()
     config = GLM51RendererConfig(clear_thinking=False)
     ids = GLM51Renderer(pieces, config).render_ids(
-        messages_of(request), tools=request.get("tools"), add_generation_prompt=True)
+        request["messages"], tools=request.get("tools"), add_generation_prompt=True)
     effort = "High" if request.get("reasoning_effort") == "high" else "Max"
     prompt = pieces.join(ids).replace("<|assistant|></think>", "<|assistant|><think></think>")
     return prompt.replace("<sop>", f"<sop><|system|>Reasoning Effort: {effort}", 1)
@@ -128,7 +119,7 @@ def main():
     args = parser.parse_args()
     compared, different, skipped = {"GLM-5.3": 0, "GLM-5.1": 0}, 0, 0
     for case in json.loads(CASES.read_text(encoding="utf-8")):
-        request = settings(case["request"])
+        request = prepare(case["request"])
         reason = differs(request)
         if reason:
             skipped += 1

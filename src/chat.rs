@@ -23,6 +23,10 @@
 //! back keeps it unless it asks for `clear_thinking`: dropping it would change the whole prompt
 //! behind it, and cost a new prefill. A tool result that refers to tools repeats their lines, so a
 //! small request could ask for a prompt without bound: [`REFERENCED_BYTES_MAX`] is the bound.
+//!
+//! Clients say one thing in several ways. A setting is taken from `chat_template_kwargs`, else
+//! from the top of the request, else from `thinking`, the form of the model maker's own API.
+//! `reasoning` is read as `reasoning_content`, and `tool_choice: "none"` shows no tools.
 
 #![forbid(unsafe_code)]
 
@@ -127,6 +131,8 @@ struct Settings<'a> {
     high_effort: bool,
     clear_thinking: Option<bool>,
     tools: Vec<Tool<'a>>,
+    /// Whether the tools block is written. References to tools work either way.
+    shows_tools: bool,
 }
 
 /// One tool of the request, ready to print.
@@ -139,11 +145,12 @@ struct Tool<'a> {
 }
 
 impl<'a> Settings<'a> {
-    /// Each setting may stand in `chat_template_kwargs` or at the top; null means absent.
+    /// Null means absent everywhere.
     fn read(request: &'a Value) -> Result<Settings<'a>> {
         let kwargs = present(request, "chat_template_kwargs");
-        if let Some(kwargs) = kwargs {
-            object(kwargs, format_args!("chat_template_kwargs"))?;
+        let thinking = present(request, "thinking");
+        for (value, name) in [(kwargs, "chat_template_kwargs"), (thinking, "thinking")] {
+            value.map_or(Ok(()), |value| object(value, format_args!("{name}")))?;
         }
         let setting = |name: &str| {
             kwargs.and_then(|kwargs| present(kwargs, name)).or_else(|| present(request, name))
@@ -158,14 +165,37 @@ impl<'a> Settings<'a> {
             Some(Value::String(effort)) => effort,
             Some(other) => bail!("reasoning_effort: expected a string, found {}", other.kind()),
         };
+        let (thinks, clears) = thinking.map_or(Ok((None, None)), read_thinking)?;
         let tools = array(request, format_args!("tools"), "tools")?.iter().enumerate();
         Ok(Settings {
-            enable_thinking: boolean("enable_thinking")?.unwrap_or(true),
+            enable_thinking: boolean("enable_thinking")?.or(thinks).unwrap_or(true),
             high_effort: effort == "high",
-            clear_thinking: boolean("clear_thinking")?,
+            clear_thinking: boolean("clear_thinking")?.or(clears),
             tools: tools.map(|(i, tool)| Tool::read(tool, i)).collect::<Result<_>>()?,
+            shows_tools: request.get("tool_choice").and_then(Value::as_str) != Some("none"),
         })
     }
+}
+
+/// `enable_thinking` and `clear_thinking` of the object `thinking`.
+fn read_thinking(thinking: &Value) -> Result<(Option<bool>, Option<bool>)> {
+    let enable = match present(thinking, "type").map(|kind| (kind, kind.as_str())) {
+        None => None,
+        Some((_, Some("enabled"))) => Some(true),
+        Some((_, Some("disabled"))) => Some(false),
+        Some((_, Some(other))) => {
+            bail!("thinking.type: expected enabled or disabled, found {}", quoted(other))
+        }
+        Some((other, None)) => bail!("thinking.type: expected a string, found {}", other.kind()),
+    };
+    let clear = match present(thinking, "clear_thinking") {
+        None => None,
+        Some(Value::Bool(clear)) => Some(*clear),
+        Some(other) => {
+            bail!("thinking.clear_thinking: expected true or false, found {}", other.kind())
+        }
+    };
+    Ok((enable, clear))
 }
 
 impl<'a> Tool<'a> {
@@ -294,7 +324,7 @@ impl<'a> Renderer<'a> {
             let effort = if self.settings.high_effort { "High" } else { "Max" };
             self.prompt.text_of(&format!("Reasoning Effort: {effort}"));
         }
-        if !self.settings.tools.is_empty() {
+        if self.settings.shows_tools && !self.settings.tools.is_empty() {
             self.tools_block();
         }
     }
@@ -343,10 +373,11 @@ impl<'a> Renderer<'a> {
     fn assistant(&mut self, message: &Value, path: Arguments<'_>, is_past: bool) -> Result<()> {
         let text = content_text(message, path)?;
         let (mut content, mut reasoning, mut sent_back) = (text.as_str(), "", false);
-        match present(message, "reasoning_content") {
-            Some(Value::String(text)) => (reasoning, sent_back) = (text, true),
-            Some(other) => {
-                bail!("{path}.reasoning_content: expected a string, found {}", other.kind())
+        let names = ["reasoning_content", "reasoning"];
+        match names.iter().find_map(|name| Some((name, present(message, name)?))) {
+            Some((_, Value::String(text))) => (reasoning, sent_back) = (text, true),
+            Some((name, other)) => {
+                bail!("{path}.{name}: expected a string, found {}", other.kind())
             }
             None => {
                 if let Some((before, _)) = text.split_once("</think>") {

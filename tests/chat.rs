@@ -20,7 +20,7 @@ fn tokenizer() -> Tokenizer {
 fn prompts_equal_those_of_the_jinja_template() {
     let cases = read_json(&fixture("chat").join("cases.json"));
     let cases = cases.as_array().unwrap();
-    assert!(cases.len() >= 70);
+    assert!(cases.len() >= 90);
     for case in cases {
         let name = case.get("name").unwrap().as_str().unwrap();
         let want = case.get("text").unwrap().as_str().unwrap();
@@ -171,6 +171,17 @@ fn malformed_requests_name_the_field() {
         (with(r#""enable_thinking":"no""#), "enable_thinking: expected true or false, found a"),
         (with(r#""reasoning_effort":3"#), "reasoning_effort: expected a string, found an"),
         (with(r#""chat_template_kwargs":[]"#), "chat_template_kwargs: expected an object"),
+        (with(r#""thinking":"on""#), "thinking: expected an object, found a string"),
+        (with(r#""thinking":{"type":1}"#), "thinking.type: expected a string, found an integer"),
+        (
+            with(r#""thinking":{"type":"auto"}"#),
+            "thinking.type: expected enabled or disabled, found \"auto\"",
+        ),
+        (
+            with(r#""thinking":{"clear_thinking":"x"}"#),
+            "thinking.clear_thinking: expected true or false, found a string",
+        ),
+        (assistant(r#""reasoning":{}"#), "messages[0].reasoning: expected a string, found an"),
         (with(r#""tools":{}"#), "tools: expected an array"),
         (with(r#""tools":[{},7]"#), "tools[1]: expected an object, found an integer"),
         (with(r#""tools":[{"function":null}]"#), "tools[0].function: expected an object"),
@@ -273,7 +284,8 @@ fn check_any_request(request: &Value) -> bool {
         Ok(prompt) => prompt,
         Err(error) => {
             let error = error.to_string();
-            let fields = ["messages", "tools", "chat_template_kwargs", "enable_thinking"];
+            let fields =
+                ["messages", "tools", "chat_template_kwargs", "enable_thinking", "thinking"];
             let others = ["clear_thinking", "reasoning_effort", "the request"];
             let named = fields.iter().chain(&others).any(|field| error.starts_with(field));
             assert!(named && error.contains(": "), "{error}");
