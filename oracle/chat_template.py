@@ -6,7 +6,7 @@ The template is chat_template_glm52.jinja, run with the settings that transforme
 prepared as servers do before a template sees them: arguments that are a string of JSON are parsed
 (a blank string is no arguments), the developer role becomes system, `reasoning` becomes
 `reasoning_content`, the object `thinking` becomes the template's settings, and the tools are
-withheld when `tool_choice` is "none".
+withheld when `tool_choice` is "none". An effort of "none" or "minimal" switches thinking off.
 
 usage: chat_template.py OUT.json
 """
@@ -75,10 +75,16 @@ def setting_cases():
         messages=HI, chat_template_kwargs=off, enable_thinking=True)
     yield "null settings are absent", dict(
         messages=HI, enable_thinking=None, tools=None, reasoning_effort=None)
-    for effort in ("high", "low", "max", "none", "High"):
+    for effort in ("high", "low", "max", "none", "minimal", "High"):
         yield f"effort {effort}", dict(messages=HI, reasoning_effort=effort)
     yield "effort in kwargs", dict(
         messages=HI, chat_template_kwargs=dict(reasoning_effort="high"))
+    yield "effort none in kwargs", dict(
+        messages=HI, chat_template_kwargs=dict(reasoning_effort="none"))
+    yield "enabled thinking wins over effort none", dict(
+        messages=HI, reasoning_effort="none", thinking=dict(type="enabled"))
+    yield "effort none with thinking on", dict(
+        messages=HI, reasoning_effort="none", enable_thinking=True)
     yield "effort with thinking off", dict(messages=HI, reasoning_effort="high", **off)
     yield "tools", dict(messages=HI, tools=[WEATHER])
     yield "no tools", dict(messages=HI, tools=[])
@@ -201,6 +207,8 @@ def prepare(request):
             if isinstance(function.get("arguments"), str):
                 function["arguments"] = json.loads(function["arguments"].strip() or "{}")
     names = {}
+    if request.get("reasoning_effort") in ("none", "minimal"):
+        names["enable_thinking"] = False
     thinking = request.get("thinking") or {}
     if thinking.get("type") is not None:
         names["enable_thinking"] = thinking["type"] == "enabled"

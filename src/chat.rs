@@ -26,6 +26,9 @@
 //!
 //! Clients say one thing in several ways. A setting is taken from `chat_template_kwargs`, else
 //! from the top of the request, else from `thinking`, the form of the model maker's own API.
+//! A `reasoning_effort` of "none" or "minimal" at the top of the request, where OpenAI clients put
+//! it, switches thinking off unless another setting speaks of it; in `chat_template_kwargs` it is
+//! the template's own variable and means Max.
 //! `reasoning` is read as `reasoning_content`, and `tool_choice: "none"` shows no tools.
 
 #![forbid(unsafe_code)]
@@ -165,10 +168,12 @@ impl<'a> Settings<'a> {
             Some(Value::String(effort)) => effort,
             Some(other) => bail!("reasoning_effort: expected a string, found {}", other.kind()),
         };
+        let effort_at_top = present(request, "reasoning_effort").and_then(Value::as_str);
+        let by_effort = !matches!(effort_at_top, Some("none" | "minimal"));
         let (thinks, clears) = thinking.map_or(Ok((None, None)), read_thinking)?;
         let tools = array(request, format_args!("tools"), "tools")?.iter().enumerate();
         Ok(Settings {
-            enable_thinking: boolean("enable_thinking")?.or(thinks).unwrap_or(true),
+            enable_thinking: boolean("enable_thinking")?.or(thinks).unwrap_or(by_effort),
             high_effort: effort == "high",
             clear_thinking: boolean("clear_thinking")?.or(clears),
             tools: tools.map(|(i, tool)| Tool::read(tool, i)).collect::<Result<_>>()?,
