@@ -106,4 +106,49 @@ mod tests {
             }
         }
     }
+
+    /// A naive twin looks at every prefix of the whole text; the scanner sees it in random pieces.
+    /// `COLI_FUZZ_SEED=<number>` repeats a run.
+    #[test]
+    fn random_stops_and_pieces_agree_with_a_naive_search() {
+        let given = std::env::var("COLI_FUZZ_SEED").ok().and_then(|text| text.parse().ok());
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        let seed: u64 = given.unwrap_or(now.as_nanos() as u64) | 1;
+        let mut state = seed;
+        let mut below = |end: usize| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 33) as usize % end
+        };
+        let mut hits = 0;
+        for case in 0..20_000 {
+            let mut word =
+                |length: usize| (0..length).map(|_| ['a', 'b', 'é'][below(3)]).collect::<String>();
+            let (text, stops) = (word(12), [word(2), word(3), word(4)]);
+            // The shortest prefix that ends with a stop, and the longest stop that ends it.
+            let ends = (0..=text.len()).filter(|end| text.is_char_boundary(*end));
+            let want = ends.map(|end| &text[..end]).find_map(|prefix| {
+                let found = stops.iter().filter_map(|stop| prefix.strip_suffix(stop.as_str()));
+                found.min_by_key(|rest| rest.len())
+            });
+            hits += usize::from(want.is_some());
+            let mut scanner = StopScanner::new(&stops);
+            let (mut shown, mut piece) = (String::new(), String::new());
+            for c in text.chars() {
+                piece.push(c);
+                if below(3) == 0 {
+                    shown += &scanner.push(&std::mem::take(&mut piece));
+                    let safe = want.unwrap_or(&text);
+                    assert!(safe.starts_with(&shown), "COLI_FUZZ_SEED={seed} case {case}: leak");
+                }
+            }
+            shown += &scanner.push(&piece);
+            shown += &scanner.finish();
+            let got = (shown.as_str(), scanner.stopped());
+            let want = (want.unwrap_or(&text), want.is_some());
+            assert_eq!(got, want, "COLI_FUZZ_SEED={seed} case {case}: {stops:?} in {text}");
+        }
+        assert!((10_000..20_000).contains(&hits), "COLI_FUZZ_SEED={seed}: {hits} hits");
+    }
 }
