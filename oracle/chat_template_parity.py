@@ -3,10 +3,11 @@
 
   chat_template_parity.py --coli target/release/coli --model DIR
 
-DIR holds a tokenizer.json. The package knows GLM-5.1 and GLM-5.3, not 5.2, and its authors checked
-both against the models' own templates. GLM-5.3 shares everything with 5.2 but thinking off, so the
-requests of tests/fixtures/chat/cases.json are compared with it, except those of `differs`, each
-with its reason. The tools block and the marked-up turns are compared with GLM-5.1 too.
+DIR holds a tokenizer.json. The package has renderers that mirror the templates of GLM-5.1 and
+GLM-5.3, not of 5.2. The requests of tests/fixtures/chat/cases.json are compared with GLM-5.3,
+except those of `differs`, each with its reason; those without reasoning with GLM-5.1 too. So this
+confirms what the three versions share; it cannot confirm what 5.2 alone does, such as how it
+switches thinking off.
 """
 
 import argparse

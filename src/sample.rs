@@ -9,7 +9,8 @@
 //! Each restriction keeps a prefix of the ranking, best token first, and a draw walks the ranking
 //! too. So only as much of it is sorted as a draw looks at: sorting all 154,880 tokens of GLM-5.2
 //! takes 4 ms. Weights are `exp` of the kernels, the same on every system, summed in f64: in f32
-//! the sum of so many lacks 5e-4 of itself, enough to move a top-p cut. The order of every sum is
+//! the sum over such a vocabulary of normally distributed logits lacked 5e-4 of itself, enough to
+//! move a top-p cut. The order of every sum is
 //! defined: ascending token id over all tokens, ranking order over a prefix.
 //!
 //! Tokens that only the prompt template may write can be banned: they are never chosen.
@@ -85,7 +86,7 @@ fn best(values: impl Iterator<Item = f32>) -> Result<u32> {
 }
 
 /// Tokens that are sorted when a draw first looks at the ranking; four times as many each time it
-/// looks further. At top-p 0.95 most distributions of a language model end within the first batch.
+/// looks further. The size changes speed only, never the draw.
 const RANKED_FIRST: usize = 256;
 
 /// Chooses tokens; keeps its buffers between calls.
