@@ -10,8 +10,8 @@
 //! too. So only as much of it is sorted as a draw looks at: sorting all 154,880 tokens of GLM-5.2
 //! takes 4 ms. Weights are `exp` of the kernels, the same on every system, summed in f64: in f32
 //! the sum over such a vocabulary of normally distributed logits lacked 5e-4 of itself, enough to
-//! move a top-p cut. The order of every sum is
-//! defined: ascending token id over all tokens, ranking order over a prefix.
+//! move a top-p cut. The order of every sum is defined: ascending token id over all tokens,
+//! ranking order over a prefix.
 //!
 //! Tokens that only the prompt template may write can be banned: they are never chosen.
 
