@@ -67,7 +67,7 @@ fn help_and_version_exist_everywhere_and_every_verb_shows_an_example() {
 #[test]
 fn wrong_usage_exits_with_2_and_leaves_stdout_empty() {
     let model = model("a_seed");
-    let cases: [&[&str]; 9] = [
+    let cases: [&[&str]; 10] = [
         &[],
         &["frobnicate"],
         &["run", "--modle", &model, "hi"],
@@ -77,6 +77,7 @@ fn wrong_usage_exits_with_2_and_leaves_stdout_empty() {
         &["run", "--model", &model, "--temp", "hot", "hi"],
         &["run", "--model", &model, "--ids", "1,x"],
         &["logits", "--model", &model],
+        &["logits", "--model", &model, "--ids", "1", "--ref", "ref.json"],
     ];
     for args in cases {
         let output = coli(args);

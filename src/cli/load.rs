@@ -32,7 +32,9 @@ fn options(args: &Args) -> Result<Options> {
     if let Some(rows) = args.number("--chunk", 1..=4096)? {
         options.chunk_rows = rows;
     }
-    let ram = args.number("--ram", 0.001..=1e6)?.map(|gb| Limit::RamBytes((gb * 1e9) as usize));
+    // 0 is "decide yourself" for the users of RAM_GB.
+    let ram_gb = args.number("--ram", 0.0..=1e6)?.filter(|gb| *gb > 0.0);
+    let ram = ram_gb.map(|gb| Limit::RamBytes((gb * 1e9) as usize));
     let cap = args.number("--cap", 1..=4096usize)?.map(Limit::SlotsPerLayer);
     if let Some(limit) = cap.or(ram) {
         options.limit = limit;

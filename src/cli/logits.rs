@@ -4,7 +4,7 @@
 
 use super::load::{count, object, open, print_json};
 use super::{Args, Flag, Verb, load, oracle};
-use crate::error::{Context, Result};
+use crate::error::{Context, Error, Result};
 use crate::json::Value;
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -28,9 +28,10 @@ pub const VERB: Verb = Verb {
 };
 
 fn run(args: &Args) -> Result<()> {
-    let ids = match args.ids("--ids")? {
-        Some(ids) => ids,
-        None => oracle::Reference::read(Path::new(args.required("--ref")?))?.full_ids,
+    let ids = match (args.ids("--ids")?, args.get("--ref")) {
+        (Some(ids), None) => ids,
+        (None, Some(path)) => oracle::Reference::read(Path::new(path))?.full_ids,
+        _ => return Err(Error::usage("coli logits: expected exactly one of --ids and --ref")),
     };
     let engine = open(args, ids.len())?;
     let mut out = match args.get("--out") {

@@ -72,14 +72,23 @@ fn run(args: &Args) -> Result<()> {
     let mut watch = load::Watch::new(&engine, prompt.len());
     let start = Instant::now();
     let mut first_s = None;
-    let finish = session.generate(&prompt, new_tokens, &mut sampler, &mut watch, |id, watch| {
+    let result = session.generate(&prompt, new_tokens, &mut sampler, &mut watch, |id, watch| {
         watch.clear();
         first_s.get_or_insert_with(|| start.elapsed().as_secs_f64());
         new_ids.push(id);
         let Some(reply) = &mut reply else { return Ok(true) };
         show(&reply.push(id))?;
         Ok(!reply.stopped())
-    })?;
+    });
+    watch.clear();
+    let finish = match result {
+        Ok(finish) => finish,
+        Err(error) => {
+            // What was said so far stays on lines of its own.
+            show(if new_ids.is_empty() { "" } else { "\n" })?;
+            return Err(error);
+        }
+    };
     let total_s = start.elapsed().as_secs_f64();
     let prefill_s = first_s.unwrap_or(total_s);
     if let Some(reply) = &mut reply {
