@@ -16,9 +16,8 @@ mod tests;
 use crate::bail;
 use crate::error::{Context, Result};
 use crate::json::{self, Limits, Value};
+use crate::sys::read_file;
 use fields::Fields;
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 
 /// The one architecture this engine runs.
@@ -297,17 +296,7 @@ impl Config {
 }
 
 fn read_json(path: &Path) -> Result<Value> {
-    // Asked before opening, because opening a pipe would block.
-    let metadata = std::fs::metadata(path)?;
-    if !metadata.is_file() {
-        bail!("expected a regular file");
-    }
-    if metadata.len() > FILE_BYTES_MAX as u64 {
-        bail!("file of {} bytes, at most {FILE_BYTES_MAX} allowed", metadata.len());
-    }
-    let mut text = Vec::new();
-    File::open(path)?.take(FILE_BYTES_MAX as u64 + 1).read_to_end(&mut text)?;
-    json::parse(&text, FILE_LIMITS)
+    json::parse(&read_file(path, FILE_BYTES_MAX)?, FILE_LIMITS)
 }
 
 /// Refuses fields that would change the maths; the values accepted are those the reference

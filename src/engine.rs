@@ -11,7 +11,7 @@ use crate::config::Config;
 use crate::error::{Context, Result};
 use crate::experts::{Counters, ExpertStore};
 use crate::kv::KvCache;
-use crate::model::{Model, Observer, Scratch, State};
+use crate::model::{LOGITS_ROWS_MAX, Model, Observer, Scratch, State};
 use crate::plan::{Limit, Plan};
 use crate::safetensors::Directory;
 use crate::sample::Sampler;
@@ -139,7 +139,9 @@ impl Engine {
         let Some(tokenizer) = &self.tokenizer else { return Vec::new() };
         let padding = tokenizer.vocab_size() as u32..self.model.config.vocab_size as u32;
         let template = TEMPLATE_TOKENS.iter().filter_map(|name| tokenizer.token_id(name));
-        template.chain(padding).collect()
+        // What the configuration calls the end of a sequence must stay possible.
+        let stops = self.stop_tokens();
+        template.chain(padding).filter(|id| !stops.contains(id)).collect()
     }
 
     /// A note to show before running, when the directory's files make the model compute something
@@ -228,7 +230,8 @@ impl Session<'_> {
         let stop_tokens = self.engine.stop_tokens();
         let mut tokens = prompt.to_vec();
         for _ in 0..new_tokens {
-            if tokens.len() == self.state.kv.capacity_tokens() && tokens.len() > prompt.len() {
+            // The last token may be drawn from a full context; it is only never fed back.
+            if tokens.len() > prompt.len().max(self.state.kv.capacity_tokens()) {
                 return Ok(Finish::Length);
             }
             let next = sampler.sample(self.advance(&tokens, observer)?, tokens.len())?;
@@ -253,7 +256,7 @@ impl Session<'_> {
     ) -> Result<()> {
         self.prepare(tokens)?;
         self.tokens.clear();
-        for chunk in tokens.chunks(self.engine.options.chunk_rows) {
+        for chunk in tokens.chunks(self.engine.options.chunk_rows.min(LOGITS_ROWS_MAX)) {
             self.state.logits.clear();
             self.forward(chunk, chunk.len(), observer)?;
             self.state

@@ -48,6 +48,7 @@ pub struct Scratch {
     head_weights: Vec<f32>,
     scores: Vec<f32>,
     head_scores: Vec<f32>,
+    order: Vec<u32>,
     row: Vec<f32>,
 }
 
@@ -114,7 +115,10 @@ pub fn select(
             let score = scratch.scores[s];
             bail!("position {position}: the index score of key {s} is {score}");
         }
-        selection.rows[t] = Some(top_positions(&scratch.scores, config.index_topk));
+        selection.rows[t] = {
+            let Scratch { scores, order, .. } = scratch;
+            Some(top_positions(scores, config.index_topk, order))
+        };
     }
     Ok(())
 }
@@ -133,15 +137,25 @@ fn score_keys<'a>(
     scores.resize(keys.clone().count(), 0.0);
     for (query, weight) in queries.chunks_exact(dim).zip(head_weights) {
         head_scores.clear();
-        head_scores.extend(keys.clone().map(|key| (dot(query, key) * scale).max(0.0)));
+        head_scores.extend(keys.clone().map(|key| relu(dot(query, key) * scale)));
         axpy(*weight, head_scores, scores);
+    }
+}
+
+/// max(x, 0), but NaN for anything that is not finite, so that it reaches the check of the scores.
+fn relu(x: f32) -> f32 {
+    match x {
+        x if !x.is_finite() => f32::NAN,
+        x if x > 0.0 => x,
+        _ => 0.0,
     }
 }
 
 /// The `count` positions with the largest scores, ascending by position; among equal scores the
 /// lowest positions. Scores must be finite; −0 equals 0.
-fn top_positions(scores: &[f32], count: usize) -> Vec<u32> {
-    let mut order: Vec<u32> = (0..scores.len() as u32).collect();
+fn top_positions(scores: &[f32], count: usize, order: &mut Vec<u32>) -> Vec<u32> {
+    order.clear();
+    order.extend(0..scores.len() as u32);
     let better = |a: &u32, b: &u32| {
         let (left, right) = (scores[*a as usize], scores[*b as usize]);
         right.partial_cmp(&left).expect("scores are finite").then(a.cmp(b))
@@ -151,7 +165,8 @@ fn top_positions(scores: &[f32], count: usize) -> Vec<u32> {
         order.truncate(count);
         order.sort_unstable();
     }
-    order
+    // Copied at its own size: the buffer has room for every position.
+    order.to_vec()
 }
 
 #[cfg(test)]
@@ -160,9 +175,10 @@ mod tests {
 
     #[test]
     fn equal_scores_keep_the_lowest_positions() {
-        assert_eq!(top_positions(&[0.0, 5.0, 0.0, -0.0, 0.0, 7.0], 4), [0, 1, 2, 5]);
-        assert_eq!(top_positions(&[-1.0, -1.0, -2.0], 2), [0, 1]);
-        assert_eq!(top_positions(&[1.0], 5), [0]);
+        let mut order = Vec::new();
+        assert_eq!(top_positions(&[0.0, 5.0, 0.0, -0.0, 0.0, 7.0], 4, &mut order), [0, 1, 2, 5]);
+        assert_eq!(top_positions(&[-1.0, -1.0, -2.0], 2, &mut order), [0, 1]);
+        assert_eq!(top_positions(&[1.0], 5, &mut order), [0]);
     }
 
     /// Two heads, one with a negative weight: relu comes before the weight.

@@ -59,7 +59,7 @@ impl Limits {
 }
 
 impl Default for Limits {
-    /// 64 MiB, 128 levels, 4 Mi values (a tree of at most about 200 MB).
+    /// 64 MiB, 128 levels, 4 Mi values (a tree of at most about 600 MB).
     fn default() -> Limits {
         Limits { max_bytes: 64 << 20, max_depth: 128, max_values: 4 << 20 }
     }

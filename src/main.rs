@@ -9,14 +9,14 @@ fn main() -> ExitCode {
     let words: Vec<String> = match std::env::args_os().skip(1).map(|w| w.into_string()).collect() {
         Ok(words) => words,
         Err(word) => {
-            eprintln!("coli: argument {word:?} is not valid UTF-8");
+            colibri::cli::note(&format!("coli: argument {word:?} is not valid UTF-8\n"));
             return ExitCode::from(2);
         }
     };
     match colibri::cli::main(&words) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("coli: {error}");
+            colibri::cli::note(&format!("coli: {error}\n"));
             ExitCode::from(error.exit_code())
         }
     }

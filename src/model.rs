@@ -77,6 +77,12 @@ pub struct Scratch {
     row: Vec<f32>,
 }
 
+/// Most rows of one batch whose logits are asked for.
+pub const LOGITS_ROWS_MAX: usize = 16;
+/// Vocabulary-sized rows of four bytes that choosing a token takes: a copy of the logits and a
+/// ranking of (token, weight).
+const SAMPLER_ROWS: usize = 5;
+
 impl Scratch {
     /// Bytes of the buffers of a batch of `rows` at their largest.
     pub fn bytes(c: &Config, ctx_tokens: usize, rows: usize) -> usize {
@@ -87,7 +93,8 @@ impl Scratch {
         let shared = c.moe_intermediate_size * c.n_shared_experts.max(1);
         let mlp = 2 * c.intermediate_size.max(shared) + c.n_routed_experts;
         let row = 5 * c.hidden_size + attention + indexer + mlp + c.index_topk.min(ctx_tokens);
-        4 * (rows * row + 3 * ctx_tokens + c.vocab_size)
+        let vocab_rows = rows.min(LOGITS_ROWS_MAX) + SAMPLER_ROWS;
+        4 * (rows * (row + c.qk_rope_head_dim) + 4 * ctx_tokens + vocab_rows * c.vocab_size)
     }
 }
 
@@ -115,6 +122,7 @@ impl Model {
     ) -> Result<()> {
         assert!(first + tokens.len() <= state.kv.capacity_tokens(), "the cache is too small");
         assert!(logits_rows <= tokens.len(), "logits of rows that are not in the batch");
+        assert!(logits_rows <= LOGITS_ROWS_MAX, "logits of {logits_rows} rows at once");
         let State { kv, scratch, logits } = state;
         self.embed(tokens, first, scratch)?;
         for (index, layer) in self.weights.layers.iter().enumerate() {

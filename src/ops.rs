@@ -42,12 +42,18 @@ pub fn add_bias(rows: &mut [f32], bias: Option<&Vec<f32>>) {
     }
 }
 
+/// 1 / √(sum / n + eps). A sum that overflowed gives NaN, which the checks of router, indexer and
+/// logits then report; 1 / √∞ = 0 would hide it.
+fn inverse_root(square_sum: f32, n: usize, eps: f32) -> f32 {
+    if square_sum.is_finite() { 1.0 / (square_sum / n as f32 + eps).sqrt() } else { f32::NAN }
+}
+
 /// RMSNorm of each row of `x [T, width]` into `out`: x / √(mean(x²) + eps) · weight.
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let width = weight.len();
     assert_eq!(x.len(), out.len(), "norm keeps the shape");
     for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
-        let scale = 1.0 / (dot(x, x) / width as f32 + eps).sqrt();
+        let scale = inverse_root(dot(x, x), width, eps);
         for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
             *out = x * scale * weight;
         }
@@ -56,7 +62,7 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
 
 /// RMSNorm of one row in place.
 pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
-    let scale = 1.0 / (dot(x, x) / weight.len() as f32 + eps).sqrt();
+    let scale = inverse_root(dot(x, x), weight.len(), eps);
     for (x, weight) in x.iter_mut().zip(weight) {
         *x = *x * scale * weight;
     }
@@ -64,10 +70,9 @@ pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
 
 /// LayerNorm of one row in place: (x − mean) / √(variance + eps) · weight + bias.
 pub fn layer_norm_in_place(x: &mut [f32], weight: &[f32], bias: &[f32], eps: f32) {
-    let n = x.len() as f32;
-    let mean = x.iter().sum::<f32>() / n;
+    let mean = x.iter().sum::<f32>() / x.len() as f32;
     x.iter_mut().for_each(|x| *x -= mean);
-    let scale = 1.0 / (dot(x, x) / n + eps).sqrt();
+    let scale = inverse_root(dot(x, x), x.len(), eps);
     for ((x, weight), bias) in x.iter_mut().zip(weight).zip(bias) {
         *x = (*x * scale).mul_add(*weight, *bias);
     }

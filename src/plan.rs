@@ -74,7 +74,7 @@ impl Plan {
         let ram_bytes = match limit {
             Limit::SlotsPerLayer(slots) => {
                 plan.expert_bytes = (slots * sparse_layers * largest).min(all);
-                return Ok(plan);
+                plan.total_bytes()
             }
             Limit::RamBytes(bytes) => bytes,
             Limit::Available => match sys::available_memory_bytes() {
@@ -98,6 +98,15 @@ impl Plan {
             );
         }
         plan.expert_bytes = (ram_bytes - plan.fixed_bytes()).min(all);
+        if let Some(available_bytes) = sys::available_memory_bytes()
+            && plan.total_bytes() > available_bytes
+        {
+            bail!(
+                "the plan needs {}, but {} are available: give a smaller --ram, --cap or --ctx",
+                gb(plan.total_bytes()),
+                gb(available_bytes)
+            );
+        }
         Ok(plan)
     }
 

@@ -42,6 +42,11 @@ pub const INT3_BLOCK_BYTES: usize = 24;
 /// Group sizes that a converter may have used for int4, in the order in which they are tried.
 pub const INT4_GROUPS: [usize; 8] = [16, 32, 48, 64, 96, 128, 192, 256];
 
+/// Stamp of the E8 lattice format, its bytes per 256 columns, and its tag of one float.
+const LATTICE: &str = "e8-iq3-lattice";
+const LATTICE_BLOCK_BYTES: usize = 98;
+const LATTICE_TAG_BYTES: u64 = 4;
+
 /// How the weights of one matrix are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Format {
@@ -114,12 +119,12 @@ impl Format {
 /// Finds the format of a container matrix `[rows, cols]` from its byte counts.
 ///
 /// `weight_bytes` and `scale_bytes` are the sizes of `NAME` and `NAME.qs`, `stamp` the format
-/// name that the file claims for it, if any. The sizes are tested in a fixed order: bytes, then
-/// nibbles, then bit pairs, then int3. Two cases are documented choices: a 4-bit matrix whose
-/// scales fit several group sizes takes the smallest, and one whose `O` equals its number of
-/// 128×128 blocks (the o_proj of GLM-5.2) is int8 unless stamped FP8.
+/// name that the file claims for it, if any. Two cases are documented choices: a 4-bit matrix
+/// whose scales fit several group sizes takes the smallest, and an 8-bit one whose `O` equals its
+/// number of 128×128 blocks (the o_proj of GLM-5.2) is int8 unless stamped FP8.
 ///
-/// Errors: any size that no format has, and a stamp that names another format than the sizes do.
+/// Errors: sizes that no format has; sizes that formats of different widths have (it happens to
+/// matrices of a few dozen columns); a stamp that names another format than the sizes do.
 pub fn resolve(
     rows: usize,
     cols: usize,
@@ -127,39 +132,72 @@ pub fn resolve(
     scale_bytes: u64,
     stamp: Option<&str>,
 ) -> Result<Format> {
-    let weights = |format: Format| (rows as u64) * format.row_bytes(cols) as u64 == weight_bytes;
-    let scales = |format: Format| format.scale_bytes(rows, cols) as u64 == scale_bytes;
-    let lattice = (rows as u64) * cols.div_ceil(256) as u64 * 98 == weight_bytes;
-    if stamp == Some("e8-iq3-lattice") || (stamp.is_none() && lattice && scale_bytes == 4) {
-        bail!("format e8-iq3-lattice is not supported (its weights need rotated activations)");
-    }
-    let fits = |format: &Format| weights(*format) && scales(*format);
-    let format = if weights(Format::Int8Row) {
-        let stamped = [Format::Int8Row, Format::Fp8Block]
-            .into_iter()
-            .find(|format| fits(format) && stamp == Some(format.to_string().as_str()));
-        stamped.or([Format::Int8Row, Format::Fp8Block].into_iter().find(fits))
-    } else if weights(Format::Int4Row) {
-        let groups = INT4_GROUPS.into_iter().filter(|group| *group <= cols).map(Format::Int4Group);
-        [Format::Int4Row].into_iter().chain(groups).find(fits)
-    } else {
-        [Format::Int2Row, Format::Int3Group64].into_iter().find(fits)
+    let bytes = |row_bytes: usize| (rows as u64) * row_bytes as u64;
+    let fits = |format: &Format| {
+        bytes(format.row_bytes(cols)) == weight_bytes
+            && format.scale_bytes(rows, cols) as u64 == scale_bytes
     };
-    let Some(format) = format else {
-        bail!(
+    let is_lattice = bytes(cols.div_ceil(256) * LATTICE_BLOCK_BYTES) == weight_bytes
+        && scale_bytes == LATTICE_TAG_BYTES;
+    if stamp == Some(LATTICE) {
+        bail!("format {LATTICE} is not supported (its weights need rotated activations)");
+    }
+    let groups = INT4_GROUPS.into_iter().filter(|group| *group <= cols).map(Format::Int4Group);
+    let mut families = [
+        vec![Format::Int8Row, Format::Fp8Block],
+        [Format::Int4Row].into_iter().chain(groups).collect(),
+        vec![Format::Int2Row],
+        vec![Format::Int3Group64],
+    ];
+    // A stamp narrows each family; without one the first of a family is the documented choice.
+    for family in &mut families {
+        family.retain(fits);
+        if let Some(i) = family.iter().position(|format| stamp_of(*format) == stamp) {
+            family.swap(0, i);
+        }
+    }
+    let mut found: Vec<Format> =
+        families.iter().filter_map(|family| family.first().copied()).collect();
+    if stamp.is_some() && found.iter().any(|format| stamp_of(*format) == stamp) {
+        found.retain(|format| stamp_of(*format) == stamp);
+    }
+    let format = match found[..] {
+        [format] if !is_lattice || stamp.is_some() => format,
+        [] if is_lattice => {
+            bail!("format {LATTICE} is not supported (its weights need rotated activations)")
+        }
+        [] => bail!(
             "no known format of a [{rows}, {cols}] matrix has {weight_bytes} weight bytes with \
              {scale_bytes} scale bytes"
-        );
+        ),
+        _ => {
+            let lattice = is_lattice.then(|| LATTICE.to_string());
+            let names: Vec<String> =
+                found.iter().map(|format| format.to_string()).chain(lattice).collect();
+            bail!(
+                "{weight_bytes} weight bytes with {scale_bytes} scale bytes are ambiguous for a \
+                 [{rows}, {cols}] matrix: {}",
+                names.join(" or ")
+            )
+        }
     };
-    let stamp_fits = match (stamp, format) {
-        (None, _) => true,
-        (Some(stamp), Format::Int4Group(_)) => stamp == "int4-grouped",
-        (Some(stamp), format) => stamp == format.to_string(),
-    };
-    if !stamp_fits {
+    if stamp.is_some() && stamp_of(format) != stamp {
         bail!("stamped {}, but its bytes are those of {format}", stamp.unwrap_or_default());
     }
     Ok(format)
+}
+
+/// The name that a file's stamp uses for a format.
+fn stamp_of(format: Format) -> Option<&'static str> {
+    match format {
+        Format::Int8Row => Some("int8-row"),
+        Format::Int4Row => Some("int4-row"),
+        Format::Int2Row => Some("int2-row"),
+        Format::Int4Group(_) => Some("int4-grouped"),
+        Format::Int3Group64 => Some("int3-g64"),
+        Format::Fp8Block => Some("fp8-e4m3-b128"),
+        Format::F32 | Format::Bf16 | Format::F16 | Format::Nvfp4 => None,
+    }
 }
 
 /// The bytes of a matrix, borrowed: what a kernel needs to decode any row.
@@ -324,8 +362,27 @@ mod tests {
         assert!(resolve(2048, 6144, 6_291_456, 8_192, Some("rans")).is_err());
         let lattice = resolve(2048, 6144, 2048 * 24 * 98, 4, None).unwrap_err().to_string();
         assert!(lattice.contains("e8-iq3-lattice"), "{lattice}");
-        // One row of 400 columns: int8 by the documented order, although 4 scale bytes are also
-        // what one row of anything has.
+        // Four scale bytes are what one row of anything has: the weight bytes decide.
         assert_eq!(resolve(1, 400, 400, 4, None).unwrap(), Format::Int8Row);
+    }
+
+    /// Sizes that two formats of different widths share: int3 against int4 and int8, int2 against
+    /// int4, int8 against the lattice. A stamp decides.
+    #[test]
+    fn sizes_of_two_widths_are_refused_as_ambiguous() {
+        for (rows, cols, weights, scales, names) in [
+            (10, 48, 240, 40, ["int4-row", "int3-g64"]),
+            (10, 24, 240, 40, ["int8-row", "int3-g64"]),
+            (10, 2, 10, 40, ["int4-row", "int2-row"]),
+            (1, 98, 98, 4, ["int8-row", "e8-iq3-lattice"]),
+        ] {
+            let error = resolve(rows, cols, weights, scales, None).unwrap_err().to_string();
+            assert!(
+                error.contains("ambiguous") && names.iter().all(|n| error.contains(n)),
+                "{error}"
+            );
+        }
+        assert_eq!(resolve(10, 48, 240, 40, Some("int3-g64")).unwrap(), Format::Int3Group64);
+        assert_eq!(resolve(1, 98, 98, 4, Some("int8-row")).unwrap(), Format::Int8Row);
     }
 }

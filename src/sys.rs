@@ -1,8 +1,13 @@
-//! Everything that the operating system is asked for beyond `std`: signals, and what `/proc` says
-//! about memory.
+//! What is asked of the operating system beyond plain `std`: signals, what `/proc` says about
+//! memory, and whole files that are read with a bound.
 //!
 //! This file holds every `extern "C"` of the crate.
 
+use crate::bail;
+use crate::error::Result;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
@@ -40,6 +45,22 @@ pub fn interrupted() -> bool {
 pub fn end_quietly_on_closed_pipe() {
     // SAFETY: SIG_DFL is a valid disposition for SIGPIPE; no handler is installed.
     unsafe { signal(SIGPIPE, SIG_DFL) };
+}
+
+/// Reads a whole regular file of at most `bytes_max` bytes. Anything else (a pipe, a device, a
+/// longer file) is refused before it can block or fill the memory. The error lacks the path.
+pub fn read_file(path: &Path, bytes_max: usize) -> Result<Vec<u8>> {
+    // Looked at before it is opened: opening a pipe without a writer would block.
+    let metadata = std::fs::metadata(path)?;
+    if !metadata.is_file() {
+        bail!("expected a regular file");
+    }
+    let mut bytes = Vec::new();
+    File::open(path)?.take(bytes_max as u64 + 1).read_to_end(&mut bytes)?;
+    if bytes.len() > bytes_max {
+        bail!("expected at most {bytes_max} bytes, found {}", metadata.len());
+    }
+    Ok(bytes)
 }
 
 /// Memory that can be used without swapping, in bytes: MemAvailable. `None` where there is no

@@ -14,10 +14,10 @@
 #![forbid(unsafe_code)]
 
 use crate::bail;
-use crate::config::{Config, IndexerKind, MlpKind};
+use crate::config::{Config, IndexerKind, MlpKind, Quantization};
 use crate::disk::read_exact_at;
 use crate::error::Result;
-use crate::quant::Encoded;
+use crate::quant::{Encoded, FP8_BLOCK};
 use crate::safetensors::Directory;
 use std::sync::OnceLock;
 
@@ -188,6 +188,14 @@ impl Weights {
     /// Finds and checks every tensor. Reads only vectors (norms and biases).
     pub fn bind(directory: &Directory, config: &Config) -> Result<Weights> {
         let (vocab, hidden) = (config.vocab_size, config.hidden_size);
+        if let Some(Quantization::Fp8 { block_rows, block_columns }) = config.quantization
+            && [block_rows, block_columns] != [FP8_BLOCK; 2]
+        {
+            bail!(
+                "config.json: weight_block_size: expected [{FP8_BLOCK}, {FP8_BLOCK}], found \
+                 [{block_rows}, {block_columns}]"
+            );
+        }
         let embedding = "model.embed_tokens.weight";
         let head = if config.tie_word_embeddings { embedding } else { "lm_head.weight" };
         // Containers without any indexer are in wide use and mean dense attention. A directory
@@ -376,6 +384,9 @@ impl Moe {
 
 /// Reads the float vector `name [n]` (norm weight or bias).
 fn vector(directory: &Directory, name: &str, n: usize) -> Result<Vec<f32>> {
+    if directory.get(name).is_none() {
+        bail!("tensor {name} is missing (expected shape [{n}])");
+    }
     let source = MatrixSource::bind(directory, name, 1, n)?;
     if source.scales.is_some() {
         bail!("tensor {name}: expected plain floats, found quantized {}", source.format);

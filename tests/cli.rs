@@ -215,6 +215,81 @@ fn tokenize_reads_stdin_and_decodes_its_own_output() {
     assert!(text(&bad.stderr).contains("not UTF-8 at byte 1"), "{bad:?}");
 }
 
+/// A reference that is not a number passes no check, whatever the tolerance.
+#[test]
+fn oracle_refuses_a_reference_that_is_not_finite() {
+    let dir = TempDir::new("nan");
+    let gold = dir.0.join("gold.f32");
+    let mut bytes = std::fs::read(fixture("a_seed").join("logits_gold.f32")).unwrap();
+    bytes[4 * 256 + 8..][..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(&gold, bytes).unwrap();
+    let gold = gold.display().to_string();
+    let args = ["oracle", "--model", &model("a_seed"), "--logits", &gold, "--tolerance", "1e9"];
+    let output = coli(&args);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("logit 2 of position 1 is NaN"), "{output:?}");
+}
+
+/// A full disk behind stdout or stderr is an exit code, never a panic.
+#[test]
+fn a_full_disk_behind_the_output_is_not_a_panic() {
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let model = model("a_seed");
+    let cases: [&[&str]; 5] = [
+        &["--help"],
+        &["info", "--model", &model],
+        &["oracle", "--model", &model],
+        &["run", "--model", &model, "--ids", "1", "-n", "2"],
+        &["logits", "--model", &model, "--ids", "1"],
+    ];
+    for args in cases {
+        let output = command(args).stdout(full()).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        assert!(text(&output.stderr).starts_with("coli: stdout: "), "{args:?}: {output:?}");
+    }
+    let status = command(&["run", "--bogus"]).stderr(full()).status().unwrap();
+    assert_eq!(status.code(), Some(2));
+}
+
+/// Pipes and devices in place of files are refused before they block or fill the memory.
+#[test]
+fn files_that_are_not_regular_are_refused() {
+    for file in ["tokenizer.json", "config.json", "ref.json"] {
+        let dir = TempDir::with_fixture(&format!("device-{file}"), "a_seed");
+        let path = dir.0.join(file);
+        let _ = std::fs::remove_file(&path);
+        std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
+        let output = coli(&["oracle", "--model", &dir.0.display().to_string()]);
+        assert_eq!(output.status.code(), Some(1), "{file}");
+        let error = text(&output.stderr);
+        assert!(error.contains(file) && error.contains("expected a regular file"), "{error}");
+    }
+}
+
+/// What the template alone may write is banned, what ends a turn never is.
+#[test]
+fn template_tokens_are_banned_and_stop_tokens_are_not() {
+    let dir = TempDir::with_fixture("banned", "a_seed");
+    let config = std::fs::read_to_string(dir.0.join("config.json")).unwrap();
+    let changed = config.replace("\"eos_token_id\": 1", "\"eos_token_id\": [255, 3]");
+    std::fs::write(dir.0.join("config.json"), changed).unwrap();
+    let engine = colibri::engine::Engine::open(&dir.0, Default::default(), |_, _| {}).unwrap();
+    assert_eq!(engine.stop_tokens(), [255, 3]);
+    assert!(engine.never_sampled().is_empty());
+    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("oracle/demo");
+    let engine = colibri::engine::Engine::open(&demo, Default::default(), |_, _| {}).unwrap();
+    let tokenizer = engine.tokenizer().unwrap();
+    let banned = engine.never_sampled();
+    let id = |marker| tokenizer.token_id(marker).unwrap();
+    for marker in ["[gMASK]", "<sop>", "<|system|>", "<|assistant|>", "<tool_response>"] {
+        assert!(banned.contains(&id(marker)), "{marker}");
+    }
+    for marker in ["<|user|>", "<|endoftext|>", "<|observation|>", "</think>", "<tool_call>"] {
+        assert!(!banned.contains(&id(marker)), "{marker}");
+    }
+    assert!(engine.stop_tokens().contains(&id("<|observation|>")));
+}
+
 /// A reader that goes away early is not an error worth a word.
 #[test]
 fn a_closed_pipe_is_a_quiet_end() {

@@ -4,12 +4,13 @@
 
 mod common;
 
-use colibri::engine::Options;
+use colibri::engine::{Finish, Options};
 use colibri::model::{Observer, Unobserved};
 use colibri::plan::Limit;
-use colibri::sample::argmax;
+use colibri::sample::{Params, Sampler, argmax};
 use common::{
     TempDir, Trace, all_logits, difference, fixture, integers, open, read_floats, read_json,
+    read_safetensors, write_safetensors,
 };
 
 /// One expert slot a layer, so that every test also reads, evicts and reads again.
@@ -198,27 +199,80 @@ fn sparse_attention_with_room_for_every_key_is_dense() {
     assert!(logits(9, 9) == dense);
 }
 
-/// Non-finite weights reach router, index scores or logits: each is a named error.
+/// `b_dsa_full` with the first element of `tensor` replaced; what a 12-token run says.
+fn run_with(tensor: &str, value: f32) -> Result<(), String> {
+    let name = format!("value-{}-{value}", tensor.replace('.', "-"));
+    let dir = TempDir::with_fixture(&name, "b_dsa_full");
+    let path = dir.0.join("model.safetensors");
+    let mut tensors = read_safetensors(&path);
+    let changed = tensors.iter_mut().find(|t| t.name == tensor).unwrap();
+    changed.bytes[..4].copy_from_slice(&value.to_le_bytes());
+    write_safetensors(&path, &tensors);
+    let engine = open(&dir.0, tight());
+    let mut session = engine.session();
+    session.advance(&[1; 12], &mut Unobserved).map(|_| ()).map_err(|e| e.to_string())
+}
+
+/// Non-finite weights reach router, index scores or logits: each is a named error, whichever of
+/// the indexer's matrices they stand in, and also where a norm would hide them.
 #[test]
 fn non_finite_values_stop_with_layer_and_position() {
-    for (tensor, message) in [
-        ("model.layers.2.mlp.gate.weight", "layer 2: position 0: the router logit of expert"),
-        ("lm_head.weight", "position 11: the logit of token 0 is NaN"),
-        ("model.layers.1.self_attn.indexer.weights_proj.weight", "layer 1: position 8: the index"),
+    let (nan, inf) = (f32::NAN, f32::INFINITY);
+    let index = "layer 1: position 8: the index score of key";
+    for (tensor, value, message) in [
+        ("model.layers.2.mlp.gate.weight", nan, "layer 2: position 0: the router logit of expert"),
+        ("lm_head.weight", nan, "position 11: the logit of token 0 is NaN"),
+        ("model.layers.1.self_attn.indexer.weights_proj.weight", nan, index),
+        ("model.layers.1.self_attn.indexer.wk.weight", nan, index),
+        ("model.layers.1.self_attn.indexer.wk.weight", inf, index),
+        ("model.layers.1.self_attn.indexer.wk.weight", 1e30, index),
+        ("model.layers.1.self_attn.indexer.wq_b.weight", nan, index),
+        ("model.layers.1.self_attn.indexer.wq_b.weight", inf, index),
+        // Finite, but its square is not: the norm of the next layer must not turn it into zero.
+        ("model.layers.0.mlp.down_proj.weight", 1e30, "position"),
     ] {
-        let dir = TempDir::with_fixture(&format!("nan-{}", tensor.len()), "b_dsa_full");
-        let path = dir.0.join("model.safetensors");
-        let mut bytes = std::fs::read(&path).unwrap();
-        let header_bytes = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-        let header = colibri::json::parse(&bytes[8..8 + header_bytes], Default::default()).unwrap();
-        let offsets = integers(header.get(tensor).unwrap().get("data_offsets").unwrap());
-        let start = 8 + header_bytes + offsets[0] as usize;
-        bytes[start..start + 4].copy_from_slice(&f32::NAN.to_le_bytes());
-        std::fs::write(&path, bytes).unwrap();
-        let engine = open(&dir.0, tight());
-        let mut session = engine.session();
-        let error = session.advance(&[1; 12], &mut Unobserved).err().unwrap().to_string();
-        assert!(error.contains(message), "{tensor}: {error}");
+        let error = run_with(tensor, value).expect_err(tensor);
+        assert!(error.contains(message), "{tensor} = {value}: {error}");
+    }
+    run_with("lm_head.weight", 0.5).unwrap();
+}
+
+/// A resumed timeline computes only what is new: counted by the positions that are routed.
+#[test]
+fn a_common_prefix_is_not_computed_again() {
+    struct Positions(Vec<usize>);
+    impl Observer for Positions {
+        fn routed(&mut self, _: usize, position: usize, _: &[(usize, f32)]) {
+            self.0.push(position);
+        }
+    }
+    let engine = open(&fixture("a_seed"), tight());
+    let mut session = engine.session();
+    let mut positions_of = |tokens: &[u32]| {
+        let mut seen = Positions(Vec::new());
+        session.advance(tokens, &mut seen).unwrap();
+        seen.0.sort_unstable();
+        seen.0.dedup();
+        seen.0
+    };
+    assert_eq!(positions_of(&[1, 2, 3, 4]), [0, 1, 2, 3]);
+    assert_eq!(positions_of(&[1, 2, 3, 4, 5]), [4]);
+    assert_eq!(positions_of(&[1, 2, 9]), [2]);
+    assert_eq!(positions_of(&[1, 2, 9]), [2]);
+}
+
+/// A full context still gives one token, whether the prompt filled it or the reply did.
+#[test]
+fn generation_ends_by_length_behind_a_full_context() {
+    let engine = open(&fixture("a_seed"), Options { ctx_tokens: 4, ..tight() });
+    for prompt in [&[3, 14, 159, 26][..], &[3, 14][..]] {
+        let mut sampler = Sampler::new(Params::GREEDY, Vec::new()).unwrap();
+        let mut new = 0;
+        let finish = engine.session().generate(prompt, 9, &mut sampler, &mut Unobserved, |_, _| {
+            new += 1;
+            Ok(true)
+        });
+        assert_eq!((finish.unwrap(), new), (Finish::Length, 5 - prompt.len()));
     }
 }
 

@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use super::load::{count, object, print_json};
-use super::{Args, Verb};
+use super::{Args, Verb, print_text};
 use crate::config::{Config, IndexerKind, MlpKind};
 use crate::error::{Context, Result};
 use crate::json::Value;
@@ -60,26 +60,28 @@ fn run(args: &Args) -> Result<()> {
             ("state_files", Value::Array(strings(&state_files))),
         ]));
     }
-    println!("{} shards, {} tensors", directory.shards().len(), directory.len());
+    let mut text = String::new();
+    let mut line = |line: String| text += &(line + "\n");
+    line(format!("{} shards, {} tensors", directory.shards().len(), directory.len()));
     if let Value::Object(fields) = shape(&config) {
         for (name, value) in fields {
-            println!("  {name:<22} {}", crate::json::to_compact(&value));
+            line(format!("  {name:<22} {}", crate::json::to_compact(&value)));
         }
     }
     for ((class, format), (matrices, bytes)) in &classes {
-        println!("  {class:<22} {format:<14} {matrices:>6} matrices  {}", gb(*bytes));
+        line(format!("  {class:<22} {format:<14} {matrices:>6} matrices  {}", gb(*bytes)));
     }
     let yes_no = |yes: bool| if yes { "yes" } else { "no" };
-    println!("  {:<22} {}", "draft head (MTP)", yes_no(has_mtp));
-    println!("  {:<22} {}", "indexer", yes_no(weights.has_indexer));
+    line(format!("  {:<22} {}", "draft head (MTP)", yes_no(has_mtp)));
+    line(format!("  {:<22} {}", "indexer", yes_no(weights.has_indexer)));
     match tokenizer {
-        Some(tokenizer) => println!("  {:<22} {} tokens", "tokenizer", tokenizer.vocab_size()),
-        None => println!("  {:<22} none", "tokenizer"),
+        Some(tokenizer) => line(format!("  {:<22} {} tokens", "tokenizer", tokenizer.vocab_size())),
+        None => line(format!("  {:<22} none", "tokenizer")),
     }
     if !state_files.is_empty() {
-        println!("  {:<22} {}", "state files", state_files.join(" "));
+        line(format!("  {:<22} {}", "state files", state_files.join(" ")));
     }
-    Ok(())
+    print_text(&text)
 }
 
 /// The figures of the configuration that decide shapes, as one object.

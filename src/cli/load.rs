@@ -2,14 +2,14 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Args, Flag};
+use super::{Args, Flag, note, print_text};
 use crate::engine::{Engine, Options};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::json::{Value, to_compact};
 use crate::model::Observer;
 use crate::plan::{Limit, gb};
 use crate::sys;
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::path::Path;
 
 /// Flags of every verb that runs the model.
@@ -54,8 +54,8 @@ pub fn open(args: &Args, tokens: usize) -> Result<Engine> {
         bar.show(done, all, || format!("{} of {}", gb(done), gb(all)));
     })?;
     bar.clear();
-    if let Some(note) = engine.dense_attention_note() {
-        eprintln!("coli: {note}");
+    if let Some(text) = engine.dense_attention_note() {
+        note(&format!("coli: {text}\n"));
     }
     sys::catch_interrupts();
     Ok(engine)
@@ -114,20 +114,20 @@ impl Bar {
         let percent = (done as u128 * 100 / all.max(1) as u128) as usize;
         if self.on_terminal && self.shown_percent != Some(percent) {
             self.shown_percent = Some(percent);
-            eprint!("\r\x1b[K{} {percent} % ({})", self.label, text());
+            note(&format!("\r\x1b[K{} {percent} % ({})", self.label, text()));
         }
     }
 
     fn clear(&mut self) {
         if self.shown_percent.take().is_some() {
-            eprint!("\r\x1b[K");
+            note("\r\x1b[K");
         }
     }
 }
 
 /// Prints one JSON object and a newline to stdout.
 pub fn print_json(value: &Value) -> Result<()> {
-    writeln!(std::io::stdout().lock(), "{}", to_compact(value)).map_err(Error::from)
+    print_text(&(to_compact(value) + "\n"))
 }
 
 /// An object from its fields, in order.

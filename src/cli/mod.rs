@@ -6,7 +6,8 @@
 
 #![forbid(unsafe_code)]
 
-use crate::error::{Error, Result};
+use crate::error::{Context, Error, Result};
+use std::io::Write;
 use std::str::FromStr;
 
 mod info;
@@ -182,12 +183,10 @@ pub fn main(words: &[String]) -> Result<()> {
     };
     match first.as_str() {
         "--help" | "-h" | "help" => {
-            print!("{}", overview());
-            return Ok(());
+            return print_text(&overview());
         }
         "--version" | "-V" => {
-            println!("coli {}", crate::VERSION);
-            return Ok(());
+            return print_text(&format!("coli {}\n", crate::VERSION));
         }
         _ => {}
     }
@@ -197,12 +196,22 @@ pub fn main(words: &[String]) -> Result<()> {
         return Err(Error::usage(format!("unknown verb {first:?}{hint} (see coli --help)")));
     };
     if words[1..].iter().take_while(|word| *word != "--").any(|w| w == "--help" || w == "-h") {
-        print!("{}", help(verb));
-        return Ok(());
+        return print_text(&help(verb));
     }
     let args = Args::parse(verb, &words[1..])
         .map_err(|error| error.context(format!("coli {}", verb.name)))?;
     (verb.run)(&args)
+}
+
+/// Text to stdout, at once; a full disk behind it is an error, not a panic.
+fn print_text(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).context(|| "stdout")
+}
+
+/// A note to stderr. Where nobody can read it, it is lost without harm.
+pub fn note(text: &str) {
+    let _ = std::io::stderr().lock().write_all(text.as_bytes());
 }
 
 /// The program's own help text.

@@ -8,12 +8,15 @@
 #![forbid(unsafe_code)]
 
 use super::load::{count, object, open, print_json};
+use super::print_text;
 use super::{Args, Flag, Verb, load};
 use crate::bail;
 use crate::engine::Engine;
 use crate::error::{Context, Error, Result};
+use crate::float::f32_at;
 use crate::json::{self, Limits, Value};
 use crate::sample::argmax;
+use crate::sys;
 use std::path::{Path, PathBuf};
 
 /// The verb's table entry.
@@ -48,7 +51,7 @@ impl Reference {
     /// Reads and checks the file; other keys are ignored.
     pub fn read(path: &Path) -> Result<Reference> {
         let parse = || {
-            let bytes = std::fs::read(path)?;
+            let bytes = sys::read_file(path, Limits::default().max_bytes)?;
             let value = json::parse(&bytes, Limits::default())?;
             let reference = Reference {
                 prompt_ids: id_list(&value, "prompt_ids")?,
@@ -125,9 +128,9 @@ fn run(args: &Args) -> Result<()> {
         let logits = difference.map_or(String::new(), |d| {
             format!(" · max|Δlogit| {:.1e} · rms {:.1e}", d.max_abs, d.rms())
         });
-        println!(
-            "teacher-forcing {forced}/{forced_total} · greedy {greedy}/{greedy_total}{logits}"
-        );
+        print_text(&format!(
+            "teacher-forcing {forced}/{forced_total} · greedy {greedy}/{greedy_total}{logits}\n"
+        ))?;
     }
     if !pass {
         return Err(Error::new(format!("the engine does not match {}", path.display())));
@@ -136,14 +139,19 @@ fn run(args: &Args) -> Result<()> {
 }
 
 fn read_logits(path: &str, reference: &Reference, engine: &Engine) -> Result<Vec<f32>> {
-    let bytes = std::fs::read(path).context(|| path)?;
     let (tokens, vocab) = (reference.full_ids.len(), engine.config().vocab_size);
     let expected = tokens * vocab * 4;
+    let bytes = sys::read_file(Path::new(path), expected).context(|| path)?;
     if bytes.len() != expected {
         let found = bytes.len();
         bail!("{path}: expected {expected} bytes (f32 [{tokens}, {vocab}]), found {found}");
     }
-    Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+    let logits: Vec<f32> = (0..tokens * vocab).map(|i| f32_at(&bytes, i)).collect();
+    // A difference from NaN compares with nothing, and so would pass any tolerance.
+    if let Some(i) = logits.iter().position(|logit| !logit.is_finite()) {
+        bail!("{path}: logit {} of position {} is {}", i % vocab, i / vocab, logits[i]);
+    }
+    Ok(logits)
 }
 
 /// Positions whose argmax is the reference's, and the difference from `gold` if there is one.

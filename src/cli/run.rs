@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 use super::load::{count, ids, object, open, print_json};
+use super::print_text;
 use super::{Args, Flag, Verb, load};
 use crate::bail;
 use crate::chat;
@@ -16,7 +17,6 @@ use crate::reply::Reply;
 use crate::sample::{Params, Sampler};
 use crate::sys;
 use crate::tokenizer::Special;
-use std::io::Write;
 use std::path::Path;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -45,6 +45,9 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// Longest prompt file.
+const PROMPT_BYTES_MAX: usize = 64 << 20;
+
 /// New tokens when `-n` does not say.
 const NEW_TOKENS_DEFAULT: usize = 256;
 
@@ -66,7 +69,7 @@ fn run(args: &Args) -> Result<()> {
     }
     let mut reply = tokenizer.map(|tokenizer| Reply::new(tokenizer, thinking, &stops));
     let mut new_ids = Vec::new();
-    let show = |text: &str| if args.has("--json") { Ok(()) } else { print_now(text) };
+    let show = |text: &str| if args.has("--json") { Ok(()) } else { print_text(text) };
     let mut sampler = Sampler::new(params, engine.never_sampled())?;
     let mut session = engine.session();
     let mut watch = load::Watch::new(&engine, prompt.len());
@@ -101,15 +104,9 @@ fn run(args: &Args) -> Result<()> {
     }
     if reply.is_none() {
         let ids: Vec<String> = new_ids.iter().map(u32::to_string).collect();
-        print_now(&ids.join(","))?;
+        print_text(&ids.join(","))?;
     }
-    print_now("\n")
-}
-
-/// Text to stdout, at once.
-fn print_now(text: &str) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    out.write_all(text.as_bytes()).and_then(|()| out.flush()).context(|| "stdout")
+    print_text("\n")
 }
 
 /// Sampling parameters of the flags.
@@ -134,7 +131,22 @@ fn prompt_text(args: &Args) -> Result<Option<String>> {
         return Err(Error::usage(format!("coli run: expected exactly one of {forms}")));
     }
     if let Some(path) = args.get("--prompt-file") {
-        return std::fs::read_to_string(Path::new(path)).map(Some).context(|| path);
+        let bytes = sys::read_file(Path::new(path), PROMPT_BYTES_MAX).context(|| path)?;
+        let text = String::from_utf8(bytes);
+        return text.map(Some).map_err(|e| {
+            Error::new(format!("{path}: not UTF-8 at byte {}", e.utf8_error().valid_up_to()))
+        });
+    }
+    if (args.has("--raw") || args.has("--ids")) && args.has("--think") {
+        return Err(Error::usage("coli run: --think needs the chat template"));
+    }
+    if args.has("--raw") && args.has("--ids") {
+        return Err(Error::usage(
+            "coli run: --ids are fed as they are, --raw has no effect on them",
+        ));
+    }
+    if args.get("--stop") == Some("") {
+        return Err(Error::usage("coli run: --stop: expected a text, found none"));
     }
     args.ids("--ids")?;
     Ok((!args.positional.is_empty()).then(|| args.positional.join(" ")))

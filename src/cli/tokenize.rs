@@ -10,7 +10,7 @@ use crate::bail;
 use crate::error::{Context, Error, Result};
 use crate::json::{self, Limits, Value};
 use crate::tokenizer::{Special, Tokenizer};
-use std::io::{BufRead, BufWriter, Write};
+use std::io::{BufRead, BufWriter, Read, Write};
 use std::path::Path;
 
 /// The verb's table entry.
@@ -43,8 +43,11 @@ fn run(args: &Args) -> Result<()> {
     };
     let tokenizer = Tokenizer::load(&Path::new(args.required("--model")?).join("tokenizer.json"))?;
     let mut out = BufWriter::new(std::io::stdout().lock());
+    if options.decode && args.has("--special") {
+        return Err(Error::usage("coli tokenize: --special has no effect on --decode"));
+    }
     tokenize(&tokenizer, options, &mut std::io::stdin().lock(), &mut out)?;
-    Ok(out.flush()?)
+    out.flush().context(|| "stdout")
 }
 
 /// What to do with the input.
@@ -84,7 +87,8 @@ fn tokenize(
     let mut line = Vec::new();
     for number in 1.. {
         line.clear();
-        if input.read_until(b'\n', &mut line)? == 0 {
+        let limit = Limits::default().max_bytes as u64 + 1;
+        if input.take(limit).read_until(b'\n', &mut line)? == 0 {
             break;
         }
         tokenize_line(tokenizer, options, &line, out).context(|| format!("line {number}"))?;

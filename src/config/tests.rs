@@ -421,6 +421,6 @@ fn loading_joins_the_stop_ids_and_names_the_bad_file() {
     std::fs::remove_file(dir.join("generation_config.json")).unwrap();
     std::fs::write(dir.join("config.json"), vec![b' '; FILE_BYTES_MAX + 2]).unwrap();
     let message = load().unwrap_err();
-    assert!(message.contains("config.json: file of 16777218 bytes, at most 16777216 allowed"));
+    assert!(message.contains("config.json: expected at most 16777216 bytes, found 16777218"));
     std::fs::remove_dir_all(&dir).unwrap();
 }

@@ -13,10 +13,9 @@ use super::{Added, Matcher, Tokenizer};
 use crate::bail;
 use crate::error::{Context, Result};
 use crate::json::{self, Kind, Limits, Reader, Value};
+use crate::sys::read_file;
 use std::borrow::Cow;
 use std::collections::BTreeSet;
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 
 /// The largest file that is read; GLM-5.2's has 10 MB.
@@ -36,8 +35,7 @@ impl Tokenizer {
     /// The file cannot be read, is malformed, or asks for something that is not implemented.
     pub fn load(path: &Path) -> Result<Tokenizer> {
         let read = || {
-            let mut bytes = Vec::new();
-            File::open(path)?.take(FILE_BYTES_MAX as u64 + 1).read_to_end(&mut bytes)?;
+            let bytes = read_file(path, FILE_BYTES_MAX)?;
             Tokenizer::from_bytes(&bytes)
         };
         read().context(|| path.display())

@@ -159,6 +159,9 @@ fn resolve_source(
     } else {
         let vector = [cols];
         let matrix = [rows, cols];
+        if let Some(stamp) = directory.stamp(name) {
+            bail!("stamped {stamp}, but it has no scales in {name}.qs");
+        }
         expect_shape(tensor, if rows == 1 && tensor.shape.len() == 1 { &vector } else { &matrix })?;
         match tensor.dtype {
             Dtype::F32 => Format::F32,
