@@ -16,7 +16,7 @@ mod tests;
 use crate::bail;
 use crate::error::{Context, Result};
 use crate::json::{self, Limits, Value};
-use crate::sys::read_file;
+use crate::sys::{is_present, read_file};
 use fields::Fields;
 use std::path::Path;
 
@@ -156,7 +156,7 @@ impl Config {
         let read = || Config::from_json(&read_json(&path)?);
         let mut config = read().context(|| path.display())?;
         let path = dir.join("generation_config.json");
-        if path.exists() {
+        if is_present(&path) {
             let read = || eos_ids(&Fields::new(&read_json(&path)?, "")?);
             for id in read().context(|| path.display())? {
                 if !config.eos_token_ids.contains(&id) {

@@ -15,6 +15,7 @@ use crate::model::{LOGITS_ROWS_MAX, Model, Observer, Scratch, State};
 use crate::plan::{Limit, Plan};
 use crate::safetensors::Directory;
 use crate::sample::Sampler;
+use crate::sys;
 use crate::tokenizer::Tokenizer;
 use crate::weights::Weights;
 use std::path::Path;
@@ -83,8 +84,9 @@ impl Engine {
         // The configuration decides whether any weight file is opened at all.
         let config = Config::load(dir)?;
         let tokenizer_file = dir.join("tokenizer.json");
-        let tokenizer =
-            tokenizer_file.exists().then(|| Tokenizer::load(&tokenizer_file)).transpose()?;
+        let tokenizer = sys::is_present(&tokenizer_file)
+            .then(|| Tokenizer::load(&tokenizer_file))
+            .transpose()?;
         if let Some(tokenizer) = &tokenizer
             && tokenizer.vocab_size() > config.vocab_size
         {

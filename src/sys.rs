@@ -6,7 +6,7 @@
 use crate::bail;
 use crate::error::Result;
 use std::fs::File;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -45,6 +45,12 @@ pub fn interrupted() -> bool {
 pub fn end_quietly_on_closed_pipe() {
     // SAFETY: SIG_DFL is a valid disposition for SIGPIPE; no handler is installed.
     unsafe { signal(SIGPIPE, SIG_DFL) };
+}
+
+/// Whether there is anything at `path`: a file that cannot be read is present, and so is a link
+/// to nowhere. Reading it then says what is wrong.
+pub fn is_present(path: &Path) -> bool {
+    !matches!(path.symlink_metadata(), Err(error) if error.kind() == ErrorKind::NotFound)
 }
 
 /// Reads a whole regular file of at most `bytes_max` bytes. Anything else (a pipe, a device, a

@@ -299,6 +299,9 @@ impl Attention {
         };
         let bias = |name: &str, n| {
             let name = format!("{prefix}{name}.bias");
+            if !c.attention_bias && directory.get(&name).is_some() {
+                bail!("tensor {name} exists, but config.json says attention_bias false");
+            }
             c.attention_bias.then(|| vector(directory, &name, n)).transpose()
         };
         let norm = |name: &str, n| vector(directory, &format!("{prefix}{name}.weight"), n);

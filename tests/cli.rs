@@ -84,6 +84,10 @@ fn wrong_usage_exits_with_2_and_leaves_stdout_empty() {
         assert_eq!(output.status.code(), Some(2), "{args:?}: {}", text(&output.stderr));
         assert!(output.stdout.is_empty() && text(&output.stderr).starts_with("coli: "));
     }
+    let output = command(&["info", "--model", "a\x1b[2Jb"]).output().unwrap();
+    assert!(!output.stderr.contains(&0x1b), "{output:?}");
+    let output = command(&["run", "--model", &model, "--ids", "1"]).env("CTX", "many").output();
+    assert!(text(&output.unwrap().stderr).contains("CTX: expected a number from 1 to"));
     let error = coli(&["run", "--modle", &model, "hi"]);
     assert!(text(&error.stderr).contains("did you mean --model?"));
 }
@@ -99,6 +103,14 @@ fn failures_exit_with_1_and_name_the_file() {
     let output = coli(&["info", "--model", &dir.0.display().to_string()]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("out-00001.safetensors"), "{output:?}");
+    // The same for files that are optional: a link to nowhere is not an absent file.
+    for file in ["tokenizer.json", "generation_config.json"] {
+        let dir = TempDir::with_fixture(&format!("dangling-{file}"), "a_seed");
+        std::os::unix::fs::symlink("nowhere", dir.0.join(file)).unwrap();
+        let output = coli(&["info", "--model", &dir.0.display().to_string()]);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(text(&output.stderr).contains(file), "{output:?}");
+    }
     // Text without a tokenizer.
     let output = coli(&["run", "--model", &model("a_seed"), "hi"]);
     assert_eq!(output.status.code(), Some(1));

@@ -48,6 +48,17 @@ fn a_half_present_indexer_is_refused_by_the_missing_name() {
 }
 
 #[test]
+fn biases_that_the_configuration_denies_are_not_ignored() {
+    let name = "model.layers.1.self_attn.o_proj.bias";
+    let error = open_changed("bias", |tensors| {
+        let (name, bytes) = (name.into(), vec![0; 128 * 4]);
+        tensors.push(TestTensor { name, dtype: "F32", shape: vec![128], bytes });
+    })
+    .unwrap_err();
+    assert!(error.contains(&format!("tensor {name} exists, but config.json")), "{error}");
+}
+
+#[test]
 fn a_transposed_matrix_is_refused_with_both_shapes() {
     let error = open_changed("shape", |tensors| {
         find(tensors, "model.layers.0.self_attn.q_a_proj.weight").shape = vec![128, 64];

@@ -9,6 +9,7 @@ use crate::error::{Context, Result};
 use crate::json::Value;
 use crate::plan::gb;
 use crate::safetensors::Directory;
+use crate::sys;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{MatrixSource, Mlp, Weights};
 use std::collections::BTreeMap;
@@ -37,7 +38,7 @@ fn run(args: &Args) -> Result<()> {
     let has_mtp = directory.get(&mtp_layer).is_some();
     let tokenizer_file = dir.join("tokenizer.json");
     let tokenizer =
-        tokenizer_file.exists().then(|| Tokenizer::load(&tokenizer_file)).transpose()?;
+        sys::is_present(&tokenizer_file).then(|| Tokenizer::load(&tokenizer_file)).transpose()?;
     let state_files = state_files(dir)?;
     if args.has("--json") {
         let tensors = classes.iter().map(|((class, format), (matrices, bytes))| {

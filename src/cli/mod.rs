@@ -78,7 +78,8 @@ pub const VERBS: &[&Verb] =
 /// Parsed arguments of one verb.
 #[derive(Default)]
 pub struct Args {
-    flags: Vec<(&'static str, String)>,
+    /// Name, value, and where the value came from when that is not the flag itself.
+    flags: Vec<(&'static str, String, Option<&'static str>)>,
     /// Arguments that are not flags.
     pub positional: Vec<String>,
 }
@@ -114,10 +115,10 @@ impl Args {
                     .cloned()
                     .ok_or_else(|| Error::usage(format!("{name} needs a value: {kind}")))?,
             };
-            if args.flags.iter().any(|(given, _)| *given == name) {
+            if args.flags.iter().any(|(given, ..)| *given == name) {
                 return Err(Error::usage(format!("{name} is given twice")));
             }
-            args.flags.push((flag.name, value));
+            args.flags.push((flag.name, value, None));
         }
         if verb.positional.is_empty()
             && let Some(extra) = args.positional.first()
@@ -129,15 +130,21 @@ impl Args {
             if let Some(value) = value.filter(|value| !value.is_empty())
                 && args.get(flag.name).is_none()
             {
-                args.flags.push((flag.name, value));
+                args.flags.push((flag.name, value, flag.env));
             }
         }
         Ok(args)
     }
 
+    /// The value of a flag, and the name to use in an error about it.
+    fn given(&self, name: &str) -> Option<(&str, &'static str)> {
+        let (flag, value, env) = self.flags.iter().find(|(flag, ..)| *flag == name)?;
+        Some((value, env.unwrap_or(flag)))
+    }
+
     /// The value of a flag; a switch that was given has an empty one.
     pub fn get(&self, name: &str) -> Option<&str> {
-        self.flags.iter().find(|(flag, _)| *flag == name).map(|(_, value)| value.as_str())
+        self.given(name).map(|(value, _)| value)
     }
 
     /// Whether a switch (or any flag) was given.
@@ -155,13 +162,13 @@ impl Args {
     where
         T: FromStr + PartialOrd + std::fmt::Display,
     {
-        let Some(text) = self.get(name) else { return Ok(None) };
+        let Some((text, source)) = self.given(name) else { return Ok(None) };
         match text.trim().parse::<T>() {
             Ok(number) if range.contains(&number) => Ok(Some(number)),
             _ => {
                 let (low, high) = range.into_inner();
                 let wanted = format!("expected a number from {low} to {high}, found {text:?}");
-                Err(Error::usage(format!("{name}: {wanted}")))
+                Err(Error::usage(format!("{source}: {wanted}")))
             }
         }
     }
