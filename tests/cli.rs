@@ -302,6 +302,34 @@ fn template_tokens_are_banned_and_stop_tokens_are_not() {
     assert!(engine.stop_tokens().contains(&id("<|observation|>")));
 }
 
+/// `h_mtp` with its head's input projection as one scale a row at 4 bits, then at 8.
+#[test]
+fn info_warns_of_a_draft_head_with_four_bits_a_row() {
+    for (bits, warns) in [(4, true), (8, false)] {
+        let dir = TempDir::with_fixture(&format!("head-{bits}"), "h_mtp");
+        let path = dir.0.join("model.safetensors");
+        let mut tensors = common::read_safetensors(&path);
+        let name = "model.layers.4.eh_proj.weight";
+        let head = tensors.iter_mut().find(|tensor| tensor.name == name).unwrap();
+        let weight_bytes = head.shape[0] * head.shape[1] * bits / 8;
+        let rows = head.shape[0];
+        (head.dtype, head.shape, head.bytes) = ("U8", vec![weight_bytes], vec![8; weight_bytes]);
+        tensors.push(common::TestTensor {
+            name: format!("{name}.qs"),
+            dtype: "F32",
+            shape: vec![rows],
+            bytes: vec![0; rows * 4],
+        });
+        common::write_safetensors(&path, &tensors);
+        let output = coli(&["info", "--model", &dir.0.display().to_string()]);
+        assert!(output.status.success(), "{output:?}");
+        let head = text(&output.stdout).lines().find(|line| line.contains("draft head")).unwrap();
+        assert_eq!(head.contains("warning"), warns, "{head}");
+        assert!(head.contains(&format!("int{bits}-row")), "{head}");
+        assert!(text(&output.stdout).contains("built in (GLM-5.2)"));
+    }
+}
+
 /// A reader that goes away early is not an error worth a word.
 #[test]
 fn a_closed_pipe_is_a_quiet_end() {

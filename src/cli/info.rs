@@ -8,6 +8,7 @@ use crate::config::{Config, IndexerKind, MlpKind};
 use crate::error::{Context, Result};
 use crate::json::Value;
 use crate::plan::gb;
+use crate::quant::Format;
 use crate::safetensors::Directory;
 use crate::sys;
 use crate::tokenizer::Tokenizer;
@@ -34,8 +35,7 @@ fn run(args: &Args) -> Result<()> {
     let directory = Directory::open(dir)?;
     let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
     let classes = classes(&weights);
-    let mtp_layer = format!("model.layers.{}.eh_proj.weight", config.num_layers);
-    let has_mtp = directory.get(&mtp_layer).is_some();
+    let head_format = draft_head_format(&directory, &config)?;
     let tokenizer_file = dir.join("tokenizer.json");
     let tokenizer =
         sys::is_present(&tokenizer_file).then(|| Tokenizer::load(&tokenizer_file)).transpose()?;
@@ -55,7 +55,7 @@ fn run(args: &Args) -> Result<()> {
             ("tensors", count(directory.len())),
             ("shape", shape(&config)),
             ("classes", Value::Array(tensors.collect())),
-            ("mtp", Value::Bool(has_mtp)),
+            ("mtp", head_format.map_or(Value::Null, |f| Value::String(f.to_string()))),
             ("indexer", Value::Bool(weights.has_indexer)),
             ("tokenizer", tokenizer.map_or(Value::Null, |t| count(t.vocab_size()))),
             ("state_files", Value::Array(strings(&state_files))),
@@ -73,16 +73,39 @@ fn run(args: &Args) -> Result<()> {
         line(format!("  {class:<22} {format:<14} {matrices:>6} matrices  {}", gb(*bytes)));
     }
     let yes_no = |yes: bool| if yes { "yes" } else { "no" };
-    line(format!("  {:<22} {}", "draft head (MTP)", yes_no(has_mtp)));
+    let head = head_format.map_or("none".into(), describe_draft_head);
+    line(format!("  {:<22} {head}", "draft head (MTP)"));
     line(format!("  {:<22} {}", "indexer", yes_no(weights.has_indexer)));
     match tokenizer {
         Some(tokenizer) => line(format!("  {:<22} {} tokens", "tokenizer", tokenizer.vocab_size())),
         None => line(format!("  {:<22} none", "tokenizer")),
     }
+    line(format!("  {:<22} built in (GLM-5.2); no file is read for it", "chat template"));
     if !state_files.is_empty() {
         line(format!("  {:<22} {}", "state files", state_files.join(" ")));
     }
     print_text(&text)
+}
+
+/// How the draft head's input projection is stored, if there is a draft head.
+fn draft_head_format(directory: &Directory, config: &Config) -> Result<Option<Format>> {
+    let name = format!("model.layers.{}.eh_proj.weight", config.num_layers);
+    if directory.get(&name).is_none() {
+        return Ok(None);
+    }
+    let hidden = config.hidden_size;
+    Ok(Some(MatrixSource::bind(directory, &name, hidden, 2 * hidden)?.format))
+}
+
+/// With one scale a row at 4 bits, the half of the projection with the smaller weights rounds to
+/// nothing: its two halves differ 20 to 30 times in size. Measured acceptance: 0 to 4 %.
+fn describe_draft_head(format: Format) -> String {
+    match format {
+        Format::Int4Row | Format::Int2Row => {
+            format!("{format}: warning: drafts of a head with so few bits are rarely accepted")
+        }
+        format => format.to_string(),
+    }
 }
 
 /// The figures of the configuration that decide shapes, as one object.
