@@ -38,14 +38,15 @@ impl<'a> Reply<'a> {
         }
     }
 
-    /// Takes one token and returns the text that it made safe to show.
+    /// Takes one token and returns the text that it made safe to show. The end of the reasoning
+    /// is marked there, though neither part contains the marker.
     pub fn push(&mut self, id: u32) -> String {
         if self.thinking && Some(id) == self.end_think {
             // A character that the block leaves unfinished is flushed on its own side.
             let rest = self.decoder.finish().to_string();
             self.reasoning.push_str(&rest);
             self.thinking = false;
-            return rest;
+            return rest + "</think>\n";
         }
         if self.tokenizer.is_special(id) {
             return String::new();
@@ -127,14 +128,14 @@ mod tests {
     #[test]
     fn the_closing_token_splits_once_and_has_no_text() {
         let got = reply("hm é</think>so</think>!", true, "", Finish::Stop);
-        assert_eq!(got, ["hm éso</think>!", "hm é", "so</think>!"]);
+        assert_eq!(got, ["hm é</think>\nso</think>!", "hm é", "so</think>!"]);
         assert_eq!(reply("a", false, "", Finish::Length), ["a", "", "a"]);
     }
 
     #[test]
     fn stop_strings_and_control_tokens_never_show() {
         let got = reply("END</think>a E<|assistant|>ND b", true, "END", Finish::Stop);
-        assert_eq!(got, ["ENDa ", "END", "a "]);
+        assert_eq!(got, ["END</think>\na ", "END", "a "]);
         assert_eq!(reply("a EN", false, "END", Finish::Length), ["a EN", "", "a EN"]);
     }
 }

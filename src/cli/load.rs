@@ -16,8 +16,12 @@ use std::path::Path;
 pub const FLAGS: &[Flag] = &[
     super::MODEL,
     Flag::value("--ctx", "N", "tokens that fit the context (default 4096)").or_env("CTX"),
-    Flag::value("--ram", "GB", "memory for everything (default: 85 % of what is available)")
-        .or_env("RAM_GB"),
+    Flag::value(
+        "--ram",
+        "GB",
+        "memory for weights, cache, scratch and experts (default: 85 % of available)",
+    )
+    .or_env("RAM_GB"),
     Flag::value("--cap", "N", "expert slots per layer, instead of --ram"),
     Flag::value("--chunk", "N", "prompt rows per pass (default 64); never changes a bit"),
     super::JSON,

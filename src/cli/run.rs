@@ -70,6 +70,7 @@ fn run(args: &Args) -> Result<()> {
     let mut reply = tokenizer.map(|tokenizer| Reply::new(tokenizer, thinking, &stops));
     let mut new_ids = Vec::new();
     let show = |text: &str| if args.has("--json") { Ok(()) } else { print_text(text) };
+    show(if thinking { "<think>" } else { "" })?;
     let mut sampler = Sampler::new(params, engine.never_sampled())?;
     let mut session = engine.session();
     let mut watch = load::Watch::new(&engine, prompt.len());
