@@ -230,8 +230,8 @@ fn overview() -> String {
     for verb in VERBS {
         text += &format!("  {:<10} {}\n", verb.name, verb.summary);
     }
-    text + "\ncoli VERB --help lists the flags of a verb, with an example.\n\
-            exit codes: 0 success, 1 failed or a check did not hold, 2 wrong usage, 130 interrupted\n"
+    text += "\ncoli VERB --help lists the flags of a verb, with an example.\n";
+    text + "exit codes: 0 success, 1 failed, 2 wrong usage, 130 interrupted\n"
 }
 
 /// The help text of one verb.
