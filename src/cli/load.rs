@@ -89,7 +89,8 @@ impl Watch {
 impl Observer for Watch {
     fn hidden(&mut self, layer: usize, position: usize, _hidden: &[f32]) {
         // Only the last layer tells that a position is done.
-        if layer == self.layers && position >= self.position {
+        // Positions behind the prompt are the reply's: its text owns the line by then.
+        if layer == self.layers && position >= self.position && position < self.tokens {
             self.position = position + 1;
             let (done, all) = (self.position.min(self.tokens), self.tokens);
             self.bar.show(done, all, || format!("{done} of {all} tokens"));

@@ -77,7 +77,9 @@ fn run(args: &Args) -> Result<()> {
     let start = Instant::now();
     let mut first_s = None;
     let result = session.generate(&prompt, new_tokens, &mut sampler, &mut watch, |id, watch| {
-        watch.clear();
+        if first_s.is_none() {
+            watch.clear();
+        }
         first_s.get_or_insert_with(|| start.elapsed().as_secs_f64());
         new_ids.push(id);
         let Some(reply) = &mut reply else { return Ok(true) };
