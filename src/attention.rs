@@ -19,158 +19,373 @@
 
 use crate::config::Config;
 use crate::indexer::Selection;
-use crate::kernels::{axpy, dot, softmax};
+use crate::kernels::attention::{Absorb, Keys, Mix, Scores};
+use crate::kernels::elementwise::{Norm, Softmax};
+use crate::kernels::tiles::{self, ProductPart};
+use crate::kernels::{Activations, Arithmetic, Forms, LANES, fit};
 use crate::kv::KvCache;
-use crate::ops::{Rows, add_bias, matmul, rms_norm_in_place, rotate};
+use crate::ops::{Compute, Product, Rows, Stage, add_bias, prepare_here, rotate};
 use crate::quant::Encoded;
-use crate::weights::Attention;
+use crate::weights::{self, Indexer};
+
+/// Heads that share each cached row while it is in registers.
+const HEADS: usize = 4;
+/// Most positions whose queries are worked on together by one thread.
+const QUERIES_MAX: usize = 32;
+/// Floats of scores that one thread may hold: fewer positions are taken together in a long
+/// context, and never less than one.
+const SCORES_MAX: usize = 1 << 20;
+/// Keys that all queries of a thread see before the next ones: 64 rows of 576 floats stay in the
+/// second cache level.
+const KEYS: usize = 64;
 
 /// Buffers of one batch, kept between layers.
 #[derive(Default)]
 pub struct Scratch {
-    /// `[T, q_lora]`, normed; the indexer reads it too
-    pub q_latent: Vec<f32>,
+    /// `[T, q_lora]` before the norm
+    q_raw: Vec<f32>,
+    /// `[T, q_lora]`, normed
+    q_latent: Vec<f32>,
+    /// The same, as input of products
+    q_input: Activations,
     /// `[T, H, nope+rope]`, rotated
     queries: Vec<f32>,
     /// `[T, kv_lora+rope]`
     kv_rows: Vec<f32>,
-    /// `[T, H, v]`
+    /// `[H, T, v]`
     contexts: Vec<f32>,
-    /// `[T, kv_lora+rope]` of one head: q̃, then q_rope
-    absorbed: Vec<f32>,
-    /// `[T, kv_lora]` of one head: Σ p · latent
-    mixed: Vec<f32>,
-    scores: Vec<f32>,
-    row: Vec<f32>,
+    /// `[T, H, v]`
+    joined: Vec<f32>,
+    /// The same, as input of products
+    o_input: Activations,
+    cuts: Vec<usize>,
+    workers: Vec<Worker>,
 }
 
-/// Steps 1 and 2: fills `scratch.q_latent` and the queries, and caches the batch's rows.
+/// Buffers of one thread: of some heads and some positions.
+#[derive(Default)]
+struct Worker {
+    /// `[T, heads, kv_lora+rope]`: q̃, then q_rope
+    absorbed: Vec<[f32; LANES]>,
+    /// `[T, heads, keys]`
+    scores: Vec<f32>,
+    /// `[T, heads, kv_lora]`: Σ p · latent
+    mixed: Vec<[f32; LANES]>,
+    mixed_input: Activations,
+    tokens: Vec<u32>,
+    tiles: tiles::Scratch,
+}
+
+/// What the indexer's projections give, raw: they share their inputs with those of attention, and
+/// so their stages.
+#[derive(Default)]
+pub struct IndexerRows {
+    /// `[T, dI]`
+    pub keys: Vec<f32>,
+    /// `[T, nI]`
+    pub head_weights: Vec<f32>,
+    /// `[T, nI·dI]`, only if they were asked for
+    pub queries: Vec<f32>,
+}
+
+/// Forms that the projections of the hidden state need it in.
+pub fn hidden_forms(weights: &weights::Attention, indexer: Option<&Indexer>) -> Forms {
+    let forms = Forms::default().and(weights.q_a.source.format).and(weights.kv_a.source.format);
+    match indexer {
+        Some(i) => forms.and(i.wk.source.format).and(i.weights_proj.source.format),
+        None => forms,
+    }
+}
+
+/// Steps 1 and 2: fills the queries and caches the batch's rows; with an indexer also its
+/// projections, of which queries only `with_queries`.
 ///
-/// `hidden [T, D]` is normed.
+/// `hidden [T, D]` is normed; `all` is 0 … T−1.
+#[allow(clippy::too_many_arguments, reason = "the parts of one step, each of its own type")]
 pub fn project(
-    weights: &Attention,
+    compute: &mut Compute,
+    stage: &mut Stage,
+    weights: &weights::Attention,
+    indexer: Option<&Indexer>,
+    with_queries: bool,
     config: &Config,
     batch: Rows<'_>,
-    hidden: &[f32],
+    (hidden, all): (&Activations, &[u32]),
     kv: &mut KvCache,
     scratch: &mut Scratch,
+    index_rows: &mut IndexerRows,
 ) {
-    let (rows, eps) = (batch.angles.len(), config.rms_norm_eps);
-    let (nope, latent_dim) = (config.qk_nope_head_dim, config.kv_lora_rank);
-    let Scratch { q_latent, queries, kv_rows, row, .. } = scratch;
-    q_latent.resize(rows * config.q_lora_rank, 0.0);
-    matmul(weights.q_a.encoded(), hidden, q_latent, row);
-    add_bias(q_latent, weights.q_a_bias.as_ref());
-    for latent in q_latent.chunks_exact_mut(config.q_lora_rank) {
-        rms_norm_in_place(latent, &weights.q_a_norm, eps);
+    let rows = batch.angles.len();
+    let product = |i: usize| {
+        let matrix = match (i, indexer) {
+            (0, _) => &weights.q_a,
+            (1, _) => &weights.kv_a,
+            (2, Some(indexer)) => &indexer.wk,
+            (_, Some(indexer)) => &indexer.weights_proj,
+            _ => unreachable!("two products without an indexer"),
+        };
+        Product { matrix: matrix.encoded(), x: hidden, tokens: all }
+    };
+    stage.run(compute, if indexer.is_some() { 4 } else { 2 }, product);
+    let kv_dim = config.kv_lora_rank + config.qk_rope_head_dim;
+    let q_raw = fit(&mut scratch.q_raw, rows * config.q_lora_rank, 0.0);
+    let kv_rows = fit(&mut scratch.kv_rows, rows * kv_dim, 0.0);
+    stage.copy(compute, 0, q_raw);
+    stage.copy(compute, 1, kv_rows);
+    if let Some(indexer) = indexer {
+        let keys = fit(&mut index_rows.keys, rows * indexer.wk.source.rows, 0.0);
+        stage.copy(compute, 2, keys);
+        let heads = indexer.weights_proj.source.rows;
+        stage.copy(compute, 3, fit(&mut index_rows.head_weights, rows * heads, 0.0));
     }
+    cache_rows(compute.arithmetic, weights, config, batch, kv_rows, kv);
+
+    add_bias(q_raw, weights.q_a_bias.as_ref());
+    let q_latent = fit(&mut scratch.q_latent, q_raw.len(), 0.0);
+    crate::ops::rms_norm(compute, q_raw, &weights.q_a_norm, config.rms_norm_eps, q_latent);
+    let wq_b = indexer.filter(|_| with_queries).map(|indexer| &indexer.wq_b);
+    let mut forms = Forms::default().and(weights.q_b.source.format);
+    if let Some(wq_b) = wq_b {
+        forms = forms.and(wq_b.source.format);
+    }
+    let width = config.q_lora_rank;
+    let row = |t: usize| &q_latent[t * width..(t + 1) * width];
+    compute.prepare(rows, width, forms, row, &mut scratch.q_input);
+    let x = &scratch.q_input;
+    stage.run(compute, 1 + wq_b.is_some() as usize, |i| {
+        let matrix = if i == 0 { &weights.q_b } else { wq_b.expect("the second product") };
+        Product { matrix: matrix.encoded(), x, tokens: all }
+    });
     let query_dim = config.num_heads * config.qk_head_dim();
-    queries.resize(rows * query_dim, 0.0);
-    matmul(weights.q_b.encoded(), q_latent, queries, row);
-    for (query, angles) in queries.chunks_exact_mut(query_dim).zip(batch.angles) {
+    let queries = fit(&mut scratch.queries, rows * query_dim, 0.0);
+    compute.each_row(queries, query_dim, |t, query, _| {
+        stage.copy_row(0, t, query);
         for head in query.chunks_exact_mut(config.qk_head_dim()) {
-            rotate(&mut head[nope..], angles);
+            rotate(&mut head[config.qk_nope_head_dim..], &batch.angles[t]);
         }
+    });
+    if let Some(wq_b) = wq_b {
+        stage.copy(compute, 1, fit(&mut index_rows.queries, rows * wq_b.source.rows, 0.0));
     }
-    let kv_dim = latent_dim + config.qk_rope_head_dim;
-    kv_rows.resize(rows * kv_dim, 0.0);
-    matmul(weights.kv_a.encoded(), hidden, kv_rows, row);
+}
+
+/// Step 2: normed latents and rotated keys into the cache. `kv_rows [T, kv_lora+rope]` is raw.
+fn cache_rows(
+    arithmetic: Arithmetic,
+    weights: &weights::Attention,
+    config: &Config,
+    batch: Rows<'_>,
+    kv_rows: &mut [f32],
+    kv: &mut KvCache,
+) {
+    let (latent_dim, eps) = (config.kv_lora_rank, config.rms_norm_eps);
     add_bias(kv_rows, weights.kv_a_bias.as_ref());
+    let kv_dim = latent_dim + config.qk_rope_head_dim;
     for (t, kv_row) in kv_rows.chunks_exact_mut(kv_dim).enumerate() {
         let (latent, key) = kv_row.split_at_mut(latent_dim);
-        rms_norm_in_place(latent, &weights.kv_a_norm, eps);
         rotate(key, &batch.angles[t]);
-        kv.latent_mut(batch.layer, batch.first + t).copy_from_slice(kv_row);
+        let (out, key_out) = kv.latent_mut(batch.layer, batch.first + t).split_at_mut(latent_dim);
+        arithmetic.run(Norm { x: latent, weight: &weights.kv_a_norm, eps, out });
+        key_out[..key.len()].copy_from_slice(key);
     }
+}
+
+/// What all parts of step 3 share.
+struct Attending<'a> {
+    arithmetic: Arithmetic,
+    kv_b: Encoded<'a>,
+    config: &'a Config,
+    batch: Rows<'a>,
+    selection: &'a Selection,
+    kv: &'a KvCache,
+    /// `[T, H, nope+rope]`
+    queries: &'a [f32],
 }
 
 /// Steps 3 and 4: attends over the cache and writes the layer's output into `out [T, D]`.
+#[allow(clippy::too_many_arguments, reason = "the parts of one step, each of its own type")]
 pub fn attend(
-    weights: &Attention,
+    compute: &mut Compute,
+    stage: &mut Stage,
+    weights: &weights::Attention,
     config: &Config,
     batch: Rows<'_>,
-    selection: &Selection,
+    (selection, all): (&Selection, &[u32]),
     kv: &KvCache,
     scratch: &mut Scratch,
     out: &mut [f32],
 ) {
     let rows = batch.angles.len();
-    let context_dim = config.num_heads * config.v_head_dim;
-    scratch.contexts.resize(rows * context_dim, 0.0);
-    for head in 0..config.num_heads {
-        absorb_queries(weights.kv_b.encoded(), config, head, rows, scratch);
-        mix_latents(config, batch, selection, kv, scratch);
-        expand_values(weights.kv_b.encoded(), config, head, scratch);
-    }
-    matmul(weights.o.encoded(), &scratch.contexts, out, &mut scratch.row);
+    let (heads, v_dim) = (config.num_heads, config.v_head_dim);
+    let Scratch { queries, contexts, joined, o_input, cuts, workers, .. } = scratch;
+    let step = Attending {
+        arithmetic: compute.arithmetic,
+        kv_b: weights.kv_b.encoded(),
+        config,
+        batch,
+        selection,
+        kv,
+        queries,
+    };
+    let contexts = fit(contexts, heads * rows * v_dim, 0.0);
+    // Small models get a part per thread at least.
+    let group = HEADS.min(heads.div_ceil(compute.pool.threads()));
+    cuts.clear();
+    cuts.extend((0..heads).step_by(group).chain([heads]).map(|head| head * rows * v_dim));
+    workers.resize_with(compute.pool.threads(), Worker::default);
+    compute.pool.for_each_part(contexts, cuts, workers, |part, out, worker| {
+        let first = part * group;
+        step.heads([first, (first + group).min(heads)], out, worker);
+    });
+
+    let width = heads * v_dim;
+    let joined = fit(joined, rows * width, 0.0);
+    compute.each_row(joined, width, |t, row, _| {
+        for (head, out) in row.chunks_exact_mut(v_dim).enumerate() {
+            out.copy_from_slice(&contexts[(head * rows + t) * v_dim..][..v_dim]);
+        }
+    });
+    let row = |t: usize| &joined[t * width..(t + 1) * width];
+    compute.prepare(rows, width, Forms::default().and(weights.o.source.format), row, o_input);
+    stage.run(compute, 1, |_| Product { matrix: weights.o.encoded(), x: o_input, tokens: all });
+    stage.copy(compute, 0, out);
     add_bias(out, weights.o_bias.as_ref());
 }
 
-/// q̃ = Kᵀ · q_nope of one head for every row, followed by its q_rope, into `scratch.absorbed`.
-fn absorb_queries(
-    kv_b: Encoded<'_>,
-    config: &Config,
-    head: usize,
-    rows: usize,
-    scratch: &mut Scratch,
-) {
-    let (nope, rope, latent_dim) =
-        (config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank);
-    let (qk_dim, kv_dim) = (nope + rope, latent_dim + rope);
-    let Scratch { queries, absorbed, row, .. } = scratch;
-    absorbed.clear();
-    absorbed.resize(rows * kv_dim, 0.0);
-    row.resize(latent_dim, 0.0);
-    let query = |t: usize| (t * config.num_heads + head) * qk_dim;
-    for j in 0..nope {
-        kv_b.decode_row(head * (nope + config.v_head_dim) + j, row);
-        for (t, absorbed) in absorbed.chunks_exact_mut(kv_dim).enumerate() {
-            axpy(queries[query(t) + j], row, &mut absorbed[..latent_dim]);
+impl Attending<'_> {
+    /// Contexts of the heads `first … end` for all positions, into `out [heads, T, v]`.
+    fn heads(&self, [first, end]: [usize; 2], out: &mut [f32], worker: &mut Worker) {
+        let (rows, v_dim) = (self.batch.angles.len(), self.config.v_head_dim);
+        let keys_most = (0..rows).map(|t| self.key_count(t)).max().unwrap_or(0);
+        let most = (SCORES_MAX / ((end - first) * keys_most)).clamp(1, QUERIES_MAX);
+        for t in (0..rows).step_by(most) {
+            let count = most.min(rows - t);
+            self.absorb_queries([first, end], t, count, worker);
+            self.mix_latents(end - first, t, count, worker);
+            for (i, out) in out.chunks_exact_mut(rows * v_dim).enumerate() {
+                let out = &mut out[t * v_dim..(t + count) * v_dim];
+                self.expand_values(first + i, [i, end - first], count, out, worker);
+            }
         }
     }
-    for (t, absorbed) in absorbed.chunks_exact_mut(kv_dim).enumerate() {
-        absorbed[latent_dim..].copy_from_slice(&queries[query(t) + nope..query(t) + qk_dim]);
-    }
-}
 
-/// Scores, softmax and Σ p · latent over each row's kept keys, into `scratch.mixed`.
-fn mix_latents(
-    config: &Config,
-    batch: Rows<'_>,
-    selection: &Selection,
-    kv: &KvCache,
-    scratch: &mut Scratch,
-) {
-    let latent_dim = config.kv_lora_rank;
-    let kv_dim = latent_dim + config.qk_rope_head_dim;
-    let scale = 1.0 / (config.qk_head_dim() as f32).sqrt();
-    let Scratch { absorbed, mixed, scores, .. } = scratch;
-    mixed.clear();
-    mixed.resize(selection.rows.len() * latent_dim, 0.0);
-    for (t, kept) in selection.rows.iter().enumerate() {
-        let query = &absorbed[t * kv_dim..(t + 1) * kv_dim];
-        let mixed = &mut mixed[t * latent_dim..(t + 1) * latent_dim];
-        let count = kept.as_ref().map_or(batch.first + t + 1, Vec::len);
-        let key = |i: usize| kept.as_ref().map_or(i, |kept| kept[i] as usize);
-        scores.clear();
-        scores.extend((0..count).map(|i| dot(query, kv.latent(batch.layer, key(i))) * scale));
-        softmax(scores);
-        for (i, probability) in scores.iter().enumerate() {
-            axpy(*probability, &kv.latent(batch.layer, key(i))[..latent_dim], mixed);
+    /// Keys that position t of the batch sees.
+    fn key_count(&self, t: usize) -> usize {
+        self.selection.kept(t).map_or(self.batch.first + t + 1, <[u32]>::len)
+    }
+
+    /// q̃ = Kᵀ · q_nope followed by q_rope, of some heads and `count` positions from t.
+    fn absorb_queries(&self, heads: [usize; 2], t: usize, count: usize, worker: &mut Worker) {
+        let c = self.config;
+        let (nope, rope, latent_dim) = (c.qk_nope_head_dim, c.qk_rope_head_dim, c.kv_lora_rank);
+        let (qk_dim, query_dim) = (c.qk_head_dim(), c.num_heads * c.qk_head_dim());
+        let group = heads[1] - heads[0];
+        let (_, chunks) = self.kv.latents(self.batch.layer);
+        let width = chunks * LANES;
+        let absorbed = fit(&mut worker.absorbed, count * group * chunks, [0.0; LANES]);
+        let absorbed = absorbed.as_flattened_mut();
+        for (i, head) in (heads[0]..heads[1]).enumerate() {
+            let queries = &self.queries[t * query_dim + head * qk_dim..];
+            self.arithmetic.run(Absorb {
+                matrix: self.kv_b,
+                first_row: head * (nope + c.v_head_dim),
+                queries,
+                query_stride: query_dim,
+                nope,
+                out: &mut absorbed[i * width..],
+                out_stride: group * width,
+                count,
+                scratch: &mut worker.tiles,
+            });
+            for t in 0..count {
+                let out =
+                    &mut absorbed[(t * group + i) * width + latent_dim..][..width - latent_dim];
+                out[..rope].copy_from_slice(&queries[t * query_dim + nope..][..rope]);
+                out[rope..].fill(0.0);
+            }
         }
     }
-}
 
-/// context = V · mixed of one head for every row, into its place in `scratch.contexts`.
-fn expand_values(kv_b: Encoded<'_>, config: &Config, head: usize, scratch: &mut Scratch) {
-    let (nope, v_dim, latent_dim) =
-        (config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank);
-    let Scratch { mixed, contexts, row, .. } = scratch;
-    row.resize(latent_dim, 0.0);
-    for j in 0..v_dim {
-        kv_b.decode_row(head * (nope + v_dim) + nope + j, row);
-        for (t, mixed) in mixed.chunks_exact(latent_dim).enumerate() {
-            contexts[(t * config.num_heads + head) * v_dim + j] = dot(row, mixed);
+    /// Scores, softmax and Σ p · latent over each position's kept keys, into `worker.mixed`.
+    fn mix_latents(&self, group: usize, t: usize, count: usize, worker: &mut Worker) {
+        let (rows, chunks) = self.kv.latents(self.batch.layer);
+        let latent_chunks = self.config.kv_lora_rank.div_ceil(LANES);
+        let scale = 1.0 / (self.config.qk_head_dim() as f32).sqrt();
+        let Worker { absorbed, scores, mixed, tiles, .. } = worker;
+        let counts = |i: usize| self.key_count(t + i);
+        let keys = |i: usize| Keys { rows, chunks, positions: self.selection.kept(t + i) };
+        let stride = (0..count).map(counts).max().unwrap_or(0);
+        let (scores_of, mixed_of) = (group * stride, group * latent_chunks);
+        let scores = fit(scores, count * scores_of, 0.0);
+        let mixed = fit(mixed, count * mixed_of, [0.0; LANES]);
+        mixed.fill([0.0; LANES]);
+        // Queries that see the same keys take turns at a few of them; else one after the other.
+        let is_dense = (0..count).all(|i| self.selection.kept(t + i).is_none());
+        let step = if is_dense && count > 1 { KEYS } else { stride };
+        let ranges = |i: usize, first: usize| first..counts(i).min(first + step);
+        for first in (0..stride).step_by(step) {
+            for (i, scores) in scores.chunks_exact_mut(scores_of).enumerate() {
+                let (keys, range) = (keys(i), ranges(i, first));
+                if !range.is_empty() {
+                    let queries = &absorbed[i * group * chunks..(i + 1) * group * chunks];
+                    let scratch = &mut *tiles;
+                    self.arithmetic.run(Scores {
+                        queries,
+                        keys,
+                        range,
+                        scale,
+                        scores,
+                        stride,
+                        scratch,
+                    });
+                }
+            }
         }
+        for (i, scores) in scores.chunks_exact_mut(scores_of).enumerate() {
+            self.arithmetic.run(Softmax { scores, stride, count: counts(i) });
+        }
+        for first in (0..stride).step_by(step) {
+            for (i, out) in mixed.chunks_exact_mut(mixed_of).enumerate() {
+                let (keys, range) = (keys(i), ranges(i, first));
+                if !range.is_empty() {
+                    let weights = &scores[i * scores_of..(i + 1) * scores_of];
+                    let chunks = latent_chunks;
+                    self.arithmetic.run(Mix { weights, stride, keys, range, out, chunks });
+                }
+            }
+        }
+    }
+
+    /// context = V · mixed of one head for `count` positions, into `out [count, v]`. The head is
+    /// number `index` of the `group` that `worker.mixed` holds.
+    fn expand_values(
+        &self,
+        head: usize,
+        [index, group]: [usize; 2],
+        count: usize,
+        out: &mut [f32],
+        worker: &mut Worker,
+    ) {
+        let c = self.config;
+        let (v_dim, latent_dim) = (c.v_head_dim, c.kv_lora_rank);
+        let first_row = head * (c.qk_nope_head_dim + v_dim) + c.qk_nope_head_dim;
+        let width = latent_dim.div_ceil(LANES);
+        let Worker { mixed, mixed_input, tokens, tiles, .. } = worker;
+        let row = |t: usize| {
+            let first = (t * group + index) * width;
+            &mixed[first..first + width].as_flattened()[..latent_dim]
+        };
+        let forms = Forms::default().and(self.kv_b.format);
+        prepare_here(self.arithmetic, count, latent_dim, forms, row, mixed_input);
+        tokens.clear();
+        tokens.extend(0..count as u32);
+        self.arithmetic.run(ProductPart {
+            matrix: self.kv_b,
+            rows: first_row..first_row + v_dim,
+            x: mixed_input,
+            tokens,
+            y: out,
+            scratch: tiles,
+        });
     }
 }

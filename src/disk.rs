@@ -8,6 +8,7 @@
 
 use crate::bail;
 use crate::error::{Context, Result};
+use std::fmt::Display;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -32,7 +33,7 @@ impl ReadAt for File {
 pub fn read_exact_at(
     file: &impl ReadAt,
     path: &Path,
-    what: &str,
+    what: impl Display,
     offset: u64,
     buffer: &mut [u8],
 ) -> Result<()> {

@@ -8,10 +8,12 @@
 
 use crate::bail;
 use crate::config::Config;
+use crate::cpu::{self, Isa};
 use crate::error::{Context, Result};
 use crate::experts::{Counters, ExpertStore};
 use crate::kv::KvCache;
-use crate::model::{LOGITS_ROWS_MAX, Model, Observer, Scratch, State};
+use crate::model::{LOGITS_ROWS_MAX, Model, Observer, Runtime, Scratch, State};
+use crate::ops::Compute;
 use crate::plan::{Limit, Plan};
 use crate::safetensors::Directory;
 use crate::sample::Sampler;
@@ -30,11 +32,21 @@ pub struct Options {
     pub chunk_rows: usize,
     /// Memory for routed experts.
     pub limit: Limit,
+    /// Threads that compute.
+    pub threads: usize,
+    /// Vector instructions; a level that the processor lacks is replaced by the best below it.
+    pub isa: Isa,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { ctx_tokens: 4096, chunk_rows: 64, limit: Limit::Available }
+        Options {
+            ctx_tokens: 4096,
+            chunk_rows: 64,
+            limit: Limit::Available,
+            threads: cpu::default_threads(),
+            isa: Isa::detect(),
+        }
     }
 }
 
@@ -69,7 +81,8 @@ pub struct Engine {
     model: Model,
     plan: Plan,
     options: Options,
-    store: Mutex<ExpertStore>,
+    /// One forward pass at a time has it.
+    runtime: Mutex<Runtime>,
     tokenizer: Option<Tokenizer>,
 }
 
@@ -105,7 +118,9 @@ impl Engine {
         let store = ExpertStore::new(plan.expert_bytes, plan.largest_expert_bytes)?;
         weights.load(&directory, |bytes| progress(bytes, plan.resident_bytes))?;
         let model = Model::new(config, directory, weights);
-        Ok(Engine { model, plan, options, store: Mutex::new(store), tokenizer })
+        let compute = Compute::new(options.threads, options.isa);
+        let runtime = Mutex::new(Runtime { compute, store, scratch: Scratch::default() });
+        Ok(Engine { model, plan, options, runtime, tokenizer })
     }
 
     /// The model's shape.
@@ -161,7 +176,7 @@ impl Engine {
 
     /// Hits, misses and bytes of the expert store since the engine was opened.
     pub fn expert_counters(&self) -> Counters {
-        self.store.lock().unwrap_or_else(PoisonError::into_inner).counters()
+        self.runtime.lock().unwrap_or_else(PoisonError::into_inner).store.counters()
     }
 
     /// A new, empty timeline.
@@ -173,7 +188,6 @@ impl Engine {
             tokens: Vec::new(),
             state: State {
                 kv: KvCache::new(config, &index_layers, self.options.ctx_tokens),
-                scratch: Scratch::default(),
                 logits: Vec::new(),
             },
         }
@@ -288,9 +302,9 @@ impl Session<'_> {
         observer: &mut dyn Observer,
     ) -> Result<()> {
         let model = &self.engine.model;
-        let mut store = self.engine.store.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut runtime = self.engine.runtime.lock().unwrap_or_else(PoisonError::into_inner);
         let first = self.tokens.len();
-        model.forward(batch, first, logits_rows, &mut self.state, &mut store, observer)?;
+        model.forward(batch, first, logits_rows, &mut self.state, &mut runtime, observer)?;
         self.tokens.extend_from_slice(batch);
         Ok(())
     }

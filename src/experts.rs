@@ -11,8 +11,8 @@ use crate::bail;
 use crate::error::Result;
 use crate::quant::Encoded;
 use crate::safetensors::Directory;
+use crate::sys::Pages;
 use crate::weights::ExpertSource;
-use std::collections::{BTreeMap, HashMap};
 
 /// (layer, expert index)
 pub type ExpertId = (usize, usize);
@@ -39,8 +39,9 @@ pub struct Expert<'a> {
 }
 
 struct Slot {
-    bytes: Vec<u8>,
-    /// Key of this slot in `ExpertStore::by_use`.
+    id: ExpertId,
+    bytes: Pages,
+    /// Value of the clock when it was last asked for.
     last_use: u64,
 }
 
@@ -48,9 +49,9 @@ struct Slot {
 pub struct ExpertStore {
     budget_bytes: usize,
     held_bytes: usize,
-    slots: HashMap<ExpertId, Slot>,
-    /// Expert by time of last use, oldest first.
-    by_use: BTreeMap<u64, ExpertId>,
+    slots: Vec<Slot>,
+    /// Per layer and expert the index of its slot.
+    places: Vec<Vec<Option<u32>>>,
     clock: u64,
     counters: Counters,
 }
@@ -67,8 +68,8 @@ impl ExpertStore {
         Ok(ExpertStore {
             budget_bytes,
             held_bytes: 0,
-            slots: HashMap::new(),
-            by_use: BTreeMap::new(),
+            slots: Vec::new(),
+            places: Vec::new(),
             clock: 0,
             counters: Counters::default(),
         })
@@ -84,58 +85,91 @@ impl ExpertStore {
         self.held_bytes
     }
 
-    /// The expert `id`, read from `source` if it is not in memory.
+    /// Brings the experts `wanted` of `layer` into memory, as many from the first on as fit
+    /// together, at least one; returns how many. `sources` has all experts of the layer.
     ///
-    /// A failed read leaves the store without the expert and within its budget.
-    pub fn get<'a>(
-        &'a mut self,
+    /// A failed read leaves the store without that expert and within its budget.
+    pub fn load(
+        &mut self,
         directory: &Directory,
-        id: ExpertId,
-        source: &ExpertSource,
-    ) -> Result<Expert<'a>> {
-        self.clock += 1;
-        let bytes = match self.slots.remove(&id) {
-            Some(slot) => {
-                self.by_use.remove(&slot.last_use);
+        layer: usize,
+        wanted: &[u32],
+        sources: &[ExpertSource],
+    ) -> Result<usize> {
+        if self.places.len() <= layer {
+            self.places.resize_with(layer + 1, Vec::new);
+        }
+        if self.places[layer].len() < sources.len() {
+            self.places[layer].resize(sources.len(), None);
+        }
+        let begin = self.clock;
+        for (count, e) in wanted.iter().map(|e| *e as usize).enumerate() {
+            self.clock += 1;
+            if let Some(place) = self.places[layer][e] {
+                self.slots[place as usize].last_use = self.clock;
                 self.counters.hits += 1;
-                slot.bytes
+                continue;
             }
-            None => self.read(directory, source)?,
-        };
-        self.by_use.insert(self.clock, id);
-        let slot = self.slots.entry(id).insert_entry(Slot { bytes, last_use: self.clock });
-        let bytes = &slot.into_mut().bytes;
+            let needed_bytes = sources[e].bytes();
+            let Some(reusable) = self.make_room(needed_bytes, begin) else {
+                assert!(count > 0, "the largest expert fits the budget");
+                return Ok(count);
+            };
+            let bytes = read(directory, &sources[e], reusable)?;
+            self.held_bytes += needed_bytes;
+            self.counters.misses += 1;
+            self.counters.bytes_read += needed_bytes as u64;
+            self.places[layer][e] = Some(self.slots.len() as u32);
+            self.slots.push(Slot { id: (layer, e), bytes, last_use: self.clock });
+        }
+        Ok(wanted.len())
+    }
+
+    /// The expert `id`, which must have been loaded; `source` is where it came from.
+    pub fn expert(&self, id: ExpertId, source: &ExpertSource) -> Expert<'_> {
+        let place = self.places[id.0][id.1].expect("the expert is loaded");
+        let bytes = &self.slots[place as usize].bytes;
         let (gate, rest) = bytes.split_at(source.gate.bytes());
         let (up, down) = rest.split_at(source.up.bytes());
-        Ok(Expert {
+        Expert {
             gate: source.gate.encoded(gate),
             up: source.up.encoded(up),
             down: source.down.encoded(down),
-        })
+        }
     }
 
-    /// Makes room, then reads the three matrices.
-    fn read(&mut self, directory: &Directory, source: &ExpertSource) -> Result<Vec<u8>> {
-        let needed_bytes = source.bytes();
-        let mut buffer = Vec::new();
-        while self.held_bytes + needed_bytes > self.budget_bytes {
-            let (_, oldest) = self.by_use.pop_first().expect("the largest expert fits the budget");
-            buffer = self.slots.remove(&oldest).expect("every use has a slot").bytes;
-            self.held_bytes -= buffer.len();
+    /// Evicts the least recently used experts, none used after `begin`, until `bytes` fit.
+    /// Returns the memory of the last one, if any; `None` when it cannot be done.
+    fn make_room(&mut self, bytes: usize, begin: u64) -> Option<Option<Pages>> {
+        let mut reusable = None;
+        while self.held_bytes + bytes > self.budget_bytes {
+            // A miss costs a read of megabytes: looking at all slots is nothing beside it.
+            let (oldest, slot) = self.slots.iter().enumerate().min_by_key(|(_, s)| s.last_use)?;
+            if slot.last_use > begin {
+                return None;
+            }
+            let slot = self.slots.swap_remove(oldest);
+            if let Some(moved) = self.slots.get(oldest) {
+                self.places[moved.id.0][moved.id.1] = Some(oldest as u32);
+            }
+            self.places[slot.id.0][slot.id.1] = None;
+            self.held_bytes -= slot.bytes.len();
+            reusable = Some(slot.bytes);
         }
-        // The evicted buffer is reused: same-sized experts never touch the allocator.
-        if buffer.len() != needed_bytes {
-            drop(buffer);
-            buffer = vec![0; needed_bytes];
-        }
-        let (gate, rest) = buffer.split_at_mut(source.gate.bytes());
-        let (up, down) = rest.split_at_mut(source.up.bytes());
-        source.gate.read(directory, gate)?;
-        source.up.read(directory, up)?;
-        source.down.read(directory, down)?;
-        self.held_bytes += needed_bytes;
-        self.counters.misses += 1;
-        self.counters.bytes_read += needed_bytes as u64;
-        Ok(buffer)
+        Some(reusable)
     }
+}
+
+/// Reads the three matrices, into `reusable` if it has the right size.
+fn read(directory: &Directory, source: &ExpertSource, reusable: Option<Pages>) -> Result<Pages> {
+    let mut buffer = match reusable.filter(|pages| pages.len() == source.bytes()) {
+        Some(pages) => pages,
+        None => Pages::new(source.bytes())?,
+    };
+    let (gate, rest) = buffer.split_at_mut(source.gate.bytes());
+    let (up, down) = rest.split_at_mut(source.up.bytes());
+    source.gate.read(directory, gate)?;
+    source.up.read(directory, up)?;
+    source.down.read(directory, down)?;
+    Ok(buffer)
 }

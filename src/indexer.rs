@@ -14,181 +14,251 @@
 
 #![forbid(unsafe_code)]
 
+use crate::attention::IndexerRows;
 use crate::bail;
 use crate::config::Config;
 use crate::error::Result;
-use crate::kernels::{axpy, dot};
+use crate::kernels::attention::{Keys, Scores};
+use crate::kernels::elementwise::IndexScores;
+use crate::kernels::{LANES, fit, tiles};
 use crate::kv::KvCache;
-use crate::ops::{Rows, layer_norm_in_place, matmul, rotate};
+use crate::ops::{Compute, Rows, layer_norm_in_place, rotate};
 use crate::weights::Indexer;
 
 /// Epsilon of the key's LayerNorm; fixed, not the configuration's.
 const KEY_NORM_EPS: f32 = 1e-6;
+/// Keys that one thread scores at a time: 512 rows of 128 floats stay in the second cache level.
+const KEYS: usize = 512;
+/// Scores that are held at once: rows of a batch wait for their turn.
+const SCORES_MAX: usize = 1 << 20;
 
 /// Kept keys of each row of a batch.
 #[derive(Default)]
 pub struct Selection {
-    /// Per row the kept positions, ascending; `None` keeps every position up to the row's own.
-    pub rows: Vec<Option<Vec<u32>>>,
+    rows: Vec<Kept>,
+}
+
+/// Kept keys of one row.
+#[derive(Default)]
+struct Kept {
+    /// Every position up to the row's own; `positions` says nothing then.
+    all: bool,
+    /// Ascending.
+    positions: Vec<u32>,
 }
 
 impl Selection {
     /// Every row attends to all positions up to its own.
     pub fn keep_all(&mut self, rows: usize) {
-        self.rows.clear();
-        self.rows.resize(rows, None);
+        // Rows beyond the batch keep their buffers for the next one.
+        if self.rows.len() < rows {
+            self.rows.resize_with(rows, Kept::default);
+        }
+        self.rows[..rows].iter_mut().for_each(|row| row.all = true);
+    }
+
+    /// The positions that row `t` attends to, ascending; `None` means all up to its own.
+    pub fn kept(&self, t: usize) -> Option<&[u32]> {
+        let row = &self.rows[t];
+        (!row.all).then_some(&row.positions[..])
     }
 }
 
 /// Buffers of one batch, kept between layers.
 #[derive(Default)]
 pub struct Scratch {
-    queries: Vec<f32>,
-    keys: Vec<f32>,
-    head_weights: Vec<f32>,
+    /// What the projections gave
+    pub rows: IndexerRows,
+    /// `[T, nI, chunks of dI]`, rotated
+    queries: Vec<[f32; LANES]>,
+    /// `[rows, keys]` of the rows whose turn it is
     scores: Vec<f32>,
-    head_scores: Vec<f32>,
-    order: Vec<u32>,
-    row: Vec<f32>,
+    cuts: Vec<usize>,
+    workers: Vec<Worker>,
 }
 
-/// The batch as the indexer sees it.
-#[derive(Clone, Copy)]
-pub struct Batch<'a> {
-    /// Layer, positions and angles.
-    pub rows: Rows<'a>,
-    /// `[T, D]`, after input_layernorm
-    pub hidden: &'a [f32],
-    /// `[T, q_lora]`, after q_a_layernorm
-    pub q_latent: &'a [f32],
+/// Buffers of one thread.
+#[derive(Default)]
+struct Worker {
+    /// `[nI, KEYS]`
+    dots: Vec<f32>,
+    /// Positions by rank
+    order: Vec<u64>,
+    tiles: tiles::Scratch,
 }
 
-/// Caches the index keys of the batch and selects the keys of each of its rows.
+/// Whether any row of a batch of `rows` from position `first` sees more keys than are kept.
+pub fn must_choose(config: &Config, first: usize, rows: usize) -> bool {
+    first + rows > config.index_topk
+}
+
+/// Caches the index keys of the batch and selects the keys of each of its rows. The projections
+/// are in `scratch.rows`.
 ///
 /// Errors: a non-finite score, with the position. (The caller adds the layer.)
 pub fn select(
+    compute: &mut Compute,
     weights: &Indexer,
     config: &Config,
-    batch: Batch<'_>,
+    batch: Rows<'_>,
     kv: &mut KvCache,
     scratch: &mut Scratch,
     selection: &mut Selection,
 ) -> Result<()> {
     let (heads, dim, rope) = (config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim);
-    let Rows { layer, first, angles } = batch.rows;
+    let Rows { layer, first, angles } = batch;
     let rows = angles.len();
-    let Scratch { queries, keys, head_weights, row, .. } = scratch;
-    keys.resize(rows * dim, 0.0);
-    matmul(weights.wk.encoded(), batch.hidden, keys, row);
-    for (t, key) in keys.chunks_exact_mut(dim).enumerate() {
+    let Scratch { rows: raw, queries, .. } = scratch;
+    for (t, key) in raw.keys.chunks_exact_mut(dim).take(rows).enumerate() {
         layer_norm_in_place(key, &weights.k_norm, &weights.k_norm_bias, KEY_NORM_EPS);
         rotate(&mut key[..rope], &angles[t]);
-        kv.index_key_mut(layer, first + t).copy_from_slice(key);
+        kv.index_key_mut(layer, first + t)[..dim].copy_from_slice(key);
     }
     selection.keep_all(rows);
-    if first + rows <= config.index_topk {
+    if !must_choose(config, first, rows) {
         return Ok(());
     }
-    queries.resize(rows * heads * dim, 0.0);
-    matmul(weights.wq_b.encoded(), batch.q_latent, queries, row);
-    head_weights.resize(rows * heads, 0.0);
-    matmul(weights.weights_proj.encoded(), batch.hidden, head_weights, row);
+    let chunks = dim.div_ceil(LANES);
+    let queries = fit(queries, rows * heads * chunks, [0.0; LANES]).as_flattened_mut();
+    for (i, query) in queries.chunks_exact_mut(chunks * LANES).enumerate() {
+        query[..dim].copy_from_slice(&raw.queries[i * dim..(i + 1) * dim]);
+        query[dim..].fill(0.0);
+        rotate(&mut query[..rope], &angles[i / heads]);
+    }
     let head_scale = 1.0 / (heads as f32).sqrt();
-    head_weights.iter_mut().for_each(|weight| *weight *= head_scale);
-    for (t, angles) in angles.iter().enumerate() {
-        let position = first + t;
-        if position < config.index_topk {
-            continue;
+    raw.head_weights[..rows * heads].iter_mut().for_each(|weight| *weight *= head_scale);
+    let choosing = config.index_topk.saturating_sub(first)..rows;
+    let stride = first + rows;
+    let turn = (SCORES_MAX / stride).max(1);
+    for t in choosing.clone().step_by(turn) {
+        let turn = t..(t + turn).min(choosing.end);
+        score_keys(compute, config, batch, turn.clone(), kv, scratch);
+        let all_scores = &scratch.scores;
+        let scores = |i: usize| &all_scores[i * stride..][..first + turn.start + i + 1];
+        for i in 0..turn.len() {
+            if let Some(s) = scores(i).iter().position(|score| !score.is_finite()) {
+                let (position, score) = (first + turn.start + i, scores(i)[s]);
+                bail!("position {position}: the index score of key {s} is {score}");
+            }
         }
-        let queries = &mut scratch.queries[t * heads * dim..(t + 1) * heads * dim];
-        for query in queries.chunks_exact_mut(dim) {
-            rotate(&mut query[..rope], angles);
-        }
-        score_keys(
-            queries,
-            &scratch.head_weights[t * heads..(t + 1) * heads],
-            (0..=position).map(|s| kv.index_key(layer, s)),
-            &mut scratch.head_scores,
-            &mut scratch.scores,
-        );
-        if let Some(s) = scratch.scores.iter().position(|score| !score.is_finite()) {
-            let score = scratch.scores[s];
-            bail!("position {position}: the index score of key {s} is {score}");
-        }
-        selection.rows[t] = {
-            let Scratch { scores, order, .. } = scratch;
-            Some(top_positions(scores, config.index_topk, order))
-        };
+        let kept = &mut selection.rows[turn.clone()];
+        scratch.cuts.clear();
+        scratch.cuts.extend(0..=kept.len());
+        let (cuts, workers) = (&scratch.cuts, &mut scratch.workers);
+        compute.pool.for_each_part(kept, cuts, workers, |i, kept, worker| {
+            kept[0].choose(scores(i), config.index_topk, &mut worker.order);
+        });
     }
     Ok(())
 }
 
-/// score[s] = Σ_h w[h] · relu(query[h] · key[s] · dI^-½) into `scores`, heads ascending.
-fn score_keys<'a>(
-    queries: &[f32],
-    head_weights: &[f32],
-    keys: impl Iterator<Item = &'a [f32]> + Clone,
-    head_scores: &mut Vec<f32>,
-    scores: &mut Vec<f32>,
+/// score[t, s] = Σ_h w[h] · relu(query[h] · key[s] · dI^-½) for the rows `turn` of the batch, into
+/// `scratch.scores`, whose rows hold all keys that the last row of the batch sees.
+fn score_keys(
+    compute: &mut Compute,
+    config: &Config,
+    batch: Rows<'_>,
+    turn: std::ops::Range<usize>,
+    kv: &KvCache,
+    scratch: &mut Scratch,
 ) {
-    let dim = queries.len() / head_weights.len();
+    let (heads, dim) = (config.index_n_heads, config.index_head_dim);
+    let stride = batch.first + batch.angles.len();
+    let (rows, chunks) = kv.index_keys(batch.layer);
+    let keys = Keys { rows, chunks, positions: None };
     let scale = 1.0 / (dim as f32).sqrt();
-    scores.clear();
-    scores.resize(keys.clone().count(), 0.0);
-    for (query, weight) in queries.chunks_exact(dim).zip(head_weights) {
-        head_scores.clear();
-        head_scores.extend(keys.clone().map(|key| relu(dot(query, key) * scale)));
-        axpy(*weight, head_scores, scores);
-    }
+    let Scratch { rows: raw, queries, scores, cuts, workers } = scratch;
+    cuts.clear();
+    let parts = stride.div_ceil(KEYS);
+    let part_cuts = |row: usize| (0..parts).map(move |part| row * stride + part * KEYS);
+    cuts.extend((0..turn.len()).flat_map(part_cuts));
+    cuts.push(turn.len() * stride);
+    workers.resize_with(compute.pool.threads(), Worker::default);
+    let arithmetic = compute.arithmetic;
+    let scores = fit(scores, turn.len() * stride, 0.0);
+    compute.pool.for_each_part(scores, cuts, workers, |i, scores, worker| {
+        let (t, first) = (turn.start + i / parts, i % parts * KEYS);
+        // Keys behind the row's own position are not there for it.
+        let count = scores.len().min((batch.first + t + 1).saturating_sub(first));
+        if count == 0 {
+            return;
+        }
+        let queries = &queries[t * heads * chunks..(t + 1) * heads * chunks];
+        let keys = Keys { rows: &keys.rows[first * chunks..], ..keys };
+        let dots = fit(&mut worker.dots, heads * count, 0.0);
+        arithmetic.run(Scores {
+            queries,
+            keys,
+            range: 0..count,
+            scale,
+            scores: dots,
+            stride: count,
+            scratch: &mut worker.tiles,
+        });
+        let weights = &raw.head_weights[t * heads..(t + 1) * heads];
+        let scores = &mut scores[..count];
+        arithmetic.run(IndexScores { dots, stride: count, weights, scores });
+    });
 }
 
-/// max(x, 0), but NaN for anything that is not finite, so that it reaches the check of the scores.
-fn relu(x: f32) -> f32 {
-    match x {
-        x if !x.is_finite() => f32::NAN,
-        x if x > 0.0 => x,
-        _ => 0.0,
+impl Kept {
+    /// Keeps the `count` positions with the largest scores; among equal scores the lowest
+    /// positions. Scores must be finite; −0 equals 0.
+    fn choose(&mut self, scores: &[f32], count: usize, order: &mut Vec<u64>) {
+        self.all = count >= scores.len();
+        if self.all {
+            return;
+        }
+        // Larger scores first, then lower positions, as one integer.
+        let rank = |position: usize, score: f32| {
+            let bits = (score + 0.0).to_bits();
+            let ascending = if bits >> 31 == 0 { bits | 1 << 31 } else { !bits };
+            (!ascending as u64) << 32 | position as u64
+        };
+        let ranks = scores.iter().enumerate().map(|(position, score)| rank(position, *score));
+        order.clear();
+        order.extend(ranks.clone());
+        let (_, last, _) = order.select_nth_unstable(count - 1);
+        let last = *last;
+        self.positions.clear();
+        self.positions.reserve_exact(count);
+        self.positions.extend(ranks.filter(|rank| *rank <= last).map(|rank| rank as u32));
     }
-}
-
-/// The `count` positions with the largest scores, ascending by position; among equal scores the
-/// lowest positions. Scores must be finite; −0 equals 0.
-fn top_positions(scores: &[f32], count: usize, order: &mut Vec<u32>) -> Vec<u32> {
-    order.clear();
-    order.extend(0..scores.len() as u32);
-    let better = |a: &u32, b: &u32| {
-        let (left, right) = (scores[*a as usize], scores[*b as usize]);
-        right.partial_cmp(&left).expect("scores are finite").then(a.cmp(b))
-    };
-    if count < order.len() {
-        order.select_nth_unstable_by(count, better);
-        order.truncate(count);
-        order.sort_unstable();
-    }
-    // Copied at its own size: the buffer has room for every position.
-    order.to_vec()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::Isa;
+    use crate::kernels::Arithmetic;
 
     #[test]
     fn equal_scores_keep_the_lowest_positions() {
-        let mut order = Vec::new();
-        assert_eq!(top_positions(&[0.0, 5.0, 0.0, -0.0, 0.0, 7.0], 4, &mut order), [0, 1, 2, 5]);
-        assert_eq!(top_positions(&[-1.0, -1.0, -2.0], 2, &mut order), [0, 1]);
-        assert_eq!(top_positions(&[1.0], 5, &mut order), [0]);
+        let top = |scores: &[f32], count: usize| {
+            let mut kept = Kept::default();
+            kept.choose(scores, count, &mut Vec::new());
+            kept.positions
+        };
+        assert_eq!(top(&[0.0, 5.0, 0.0, -0.0, 0.0, 7.0], 4), [0, 1, 2, 5]);
+        assert_eq!(top(&[-1.0, -1.0, -2.0], 2), [0, 1]);
+        assert_eq!(top(&[-3.0, -0.5, 2.0, -1e-40, 1e-40], 3), [2, 3, 4]);
+        let mut kept = Kept::default();
+        kept.choose(&[1.0], 5, &mut Vec::new());
+        assert!(kept.all);
     }
 
     /// Two heads, one with a negative weight: relu comes before the weight.
     #[test]
     fn scores_apply_relu_per_head_before_the_signed_weight() {
-        let keys = [[1.0f32, 0.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]];
-        let queries = [2.0, 0.0, 0.0, 0.0, -4.0, 0.0, 0.0, 0.0];
-        let (mut head_scores, mut scores) = (Vec::new(), Vec::new());
-        let keys = keys.iter().map(|key| &key[..]);
-        score_keys(&queries, &[3.0, -1.0], keys, &mut head_scores, &mut scores);
-        assert_eq!(scores, [3.0, -2.0]); // 3·(2/2) and −1·(4/2)
+        for isa in Isa::ALL {
+            let mut scores = [9.0; 3];
+            let dots = [1.0, -1.0, f32::INFINITY, -2.0, 2.0, 0.0];
+            let weights = [3.0, -1.0];
+            let kernel =
+                IndexScores { dots: &dots, stride: 3, weights: &weights, scores: &mut scores };
+            Arithmetic::new(isa).run(kernel);
+            assert_eq!(scores[..2], [3.0, -2.0]); // 3·1 and −1·2
+            assert!(scores[2].is_nan());
+        }
     }
 }

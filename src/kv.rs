@@ -3,47 +3,52 @@
 //! Per layer and position: the normed latent and the rotated shared key, `[kv_lora + rope]`
 //! floats together; on layers with an indexer also the normed and rotated index key, `[dI]`.
 //! Keys and values of the heads are never stored or rebuilt: attention works on the latent.
-//! Strides are fixed when the cache is made, whatever lengths come later.
+//! Rows are padded with zeros to whole chunks of 16 floats. Strides are fixed when the cache is made, whatever lengths come later.
 
 #![forbid(unsafe_code)]
 
 use crate::config::Config;
+use crate::kernels::LANES;
 
 /// Cache of all layers for up to `capacity_tokens` positions.
 pub struct KvCache {
     capacity_tokens: usize,
-    kv_dim: usize,
-    index_dim: usize,
-    /// Per layer `[capacity_tokens, kv_lora + rope]`
-    latents: Vec<Vec<f32>>,
-    /// Per layer `[capacity_tokens, dI]`; empty where there is no indexer
-    index_keys: Vec<Vec<f32>>,
+    /// Chunks of 16 floats of a latent row, and of an index key.
+    latent_chunks: usize,
+    index_chunks: usize,
+    /// Per layer `[capacity_tokens, latent_chunks]`
+    latents: Vec<Vec<[f32; LANES]>>,
+    /// Per layer `[capacity_tokens, index_chunks]`; empty where there is no indexer
+    index_keys: Vec<Vec<[f32; LANES]>>,
+}
+
+/// Chunks of 16 floats of a latent row and of an index key.
+fn chunks(config: &Config) -> (usize, usize) {
+    let kv_dim = config.kv_lora_rank + config.qk_rope_head_dim;
+    (kv_dim.div_ceil(LANES), config.index_head_dim.div_ceil(LANES))
 }
 
 impl KvCache {
     /// An empty cache. `has_index[layer]` tells which layers keep index keys. The memory is
     /// zeroed lazily by the system, so unused positions cost nothing.
     pub fn new(config: &Config, has_index: &[bool], capacity_tokens: usize) -> KvCache {
-        let kv_dim = config.kv_lora_rank + config.qk_rope_head_dim;
-        let index_dim = config.index_head_dim;
-        let index_keys = |has_index: &bool| match has_index {
-            true => vec![0.0; capacity_tokens * index_dim],
-            false => Vec::new(),
-        };
+        let (latent_chunks, index_chunks) = chunks(config);
+        let rows = |chunks: usize| vec![[0.0; LANES]; capacity_tokens * chunks];
         KvCache {
             capacity_tokens,
-            kv_dim,
-            index_dim,
-            latents: has_index.iter().map(|_| vec![0.0; capacity_tokens * kv_dim]).collect(),
-            index_keys: has_index.iter().map(index_keys).collect(),
+            latent_chunks,
+            index_chunks,
+            latents: has_index.iter().map(|_| rows(latent_chunks)).collect(),
+            index_keys: has_index.iter().map(|has| rows(index_chunks * *has as usize)).collect(),
         }
     }
 
     /// Bytes of a cache of this shape.
     pub fn bytes(config: &Config, has_index: &[bool], capacity_tokens: usize) -> usize {
-        let kv_dim = config.kv_lora_rank + config.qk_rope_head_dim;
+        let (latent_chunks, index_chunks) = chunks(config);
         let indexed = has_index.iter().filter(|has| **has).count();
-        capacity_tokens * 4 * (kv_dim * has_index.len() + config.index_head_dim * indexed)
+        let chunks = latent_chunks * has_index.len() + index_chunks * indexed;
+        capacity_tokens * chunks * size_of::<[f32; LANES]>()
     }
 
     /// Positions that fit.
@@ -51,23 +56,25 @@ impl KvCache {
         self.capacity_tokens
     }
 
-    /// The row `[kv_lora + rope]` of `position`, to be written.
+    /// All latent rows of a layer, `[capacity_tokens, chunks]`, and the chunks of one.
+    pub fn latents(&self, layer: usize) -> (&[[f32; LANES]], usize) {
+        (&self.latents[layer], self.latent_chunks)
+    }
+
+    /// The latent row of `position`, to be written, padding included.
     pub fn latent_mut(&mut self, layer: usize, position: usize) -> &mut [f32] {
-        &mut self.latents[layer][position * self.kv_dim..(position + 1) * self.kv_dim]
+        let first = position * self.latent_chunks;
+        self.latents[layer][first..first + self.latent_chunks].as_flattened_mut()
     }
 
-    /// The row `[kv_lora + rope]` of `position`.
-    pub fn latent(&self, layer: usize, position: usize) -> &[f32] {
-        &self.latents[layer][position * self.kv_dim..(position + 1) * self.kv_dim]
+    /// All index keys of a layer, `[capacity_tokens, chunks]`, and the chunks of one.
+    pub fn index_keys(&self, layer: usize) -> (&[[f32; LANES]], usize) {
+        (&self.index_keys[layer], self.index_chunks)
     }
 
-    /// The index key `[dI]` of `position`, to be written.
+    /// The index key of `position`, to be written, padding included.
     pub fn index_key_mut(&mut self, layer: usize, position: usize) -> &mut [f32] {
-        &mut self.index_keys[layer][position * self.index_dim..(position + 1) * self.index_dim]
-    }
-
-    /// The index key `[dI]` of `position`.
-    pub fn index_key(&self, layer: usize, position: usize) -> &[f32] {
-        &self.index_keys[layer][position * self.index_dim..(position + 1) * self.index_dim]
+        let first = position * self.index_chunks;
+        self.index_keys[layer][first..first + self.index_chunks].as_flattened_mut()
     }
 }

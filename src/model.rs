@@ -12,10 +12,10 @@ use crate::config::Config;
 use crate::error::{Context, Error, Result};
 use crate::experts::ExpertStore;
 use crate::indexer::{self, Selection};
-use crate::kernels::add;
+use crate::kernels::{Activations, Forms, add, fit};
 use crate::kv::KvCache;
 use crate::moe;
-use crate::ops::{Rope, Rows, matmul, rms_norm};
+use crate::ops::{Compute, Product, Rope, Rows, Stage, rms_norm};
 use crate::safetensors::Directory;
 use crate::weights::{Layer, Mlp, Weights};
 
@@ -26,7 +26,7 @@ pub trait Observer {
     /// L + 1: after the final norm).
     fn hidden(&mut self, _layer: usize, _position: usize, _hidden: &[f32]) {}
     /// Routed experts of `position`, `(index, weight)` in ascending index.
-    fn routed(&mut self, _layer: usize, _position: usize, _route: &[(usize, f32)]) {}
+    fn routed(&mut self, _layer: usize, _position: usize, _route: &[(u32, f32)]) {}
     /// Keys that a full indexer layer kept for `position`; `None` means all up to its own.
     fn kept(&mut self, _layer: usize, _position: usize, _keys: Option<&[u32]>) {}
     /// Asked before each layer: true stops the pass with an error.
@@ -50,14 +50,22 @@ pub struct Model {
     rope: Rope,
 }
 
-/// What a forward pass changes: one timeline's cache, the buffers, and the logits it appends to.
+/// What a forward pass changes of one timeline: the cache, and the logits it appends to.
 pub struct State {
     /// Rows of earlier positions.
     pub kv: KvCache,
-    /// Buffers.
-    pub scratch: Scratch,
     /// `[rows, V]`
     pub logits: Vec<f32>,
+}
+
+/// What one forward pass at a time works with, whatever its timeline.
+pub struct Runtime {
+    /// Threads and instruction set.
+    pub compute: Compute,
+    /// Routed experts.
+    pub store: ExpertStore,
+    /// Buffers.
+    pub scratch: Scratch,
 }
 
 /// Buffers of a batch, reused from layer to layer and from batch to batch.
@@ -67,14 +75,19 @@ pub struct Scratch {
     x: Vec<f32>,
     /// `[T, D]` normed input of a half layer
     normed: Vec<f32>,
+    /// The same, as input of products
+    input: Activations,
     /// `[T, D]` output of a half layer
     delta: Vec<f32>,
     angles: Vec<Vec<(f32, f32)>>,
+    /// 0, 1, …: the rows of a batch
+    all: Vec<u32>,
+    stage: Stage,
     selection: Selection,
     attention: attention::Scratch,
     indexer: indexer::Scratch,
     moe: moe::Scratch,
-    row: Vec<f32>,
+    embedding_row: Vec<u8>,
 }
 
 /// Most rows of one batch whose logits are asked for.
@@ -117,120 +130,189 @@ impl Model {
         first: usize,
         logits_rows: usize,
         state: &mut State,
-        store: &mut ExpertStore,
+        runtime: &mut Runtime,
         observer: &mut dyn Observer,
     ) -> Result<()> {
         assert!(first + tokens.len() <= state.kv.capacity_tokens(), "the cache is too small");
         assert!(logits_rows <= tokens.len(), "logits of rows that are not in the batch");
         assert!(logits_rows <= LOGITS_ROWS_MAX, "logits of {logits_rows} rows at once");
-        let State { kv, scratch, logits } = state;
+        let State { kv, logits } = state;
+        let Runtime { compute, store, scratch } = runtime;
         self.embed(tokens, first, scratch)?;
+        let (rows, hidden) = (tokens.len(), self.config.hidden_size);
         for (index, layer) in self.weights.layers.iter().enumerate() {
             if observer.interrupted() {
                 return Err(Error::interrupted());
             }
-            self.observe_hidden(index, first, &scratch.x, observer);
-            self.attention_half(layer, index, first, kv, scratch, observer)
-                .and_then(|()| self.mlp_half(layer, index, first, store, scratch, observer))
+            self.observe_hidden(index, first, &scratch.x[..rows * hidden], observer);
+            self.attention_half(layer, index, first, rows, kv, compute, scratch, observer)
+                .and_then(|()| {
+                    self.mlp_half(layer, index, first, rows, store, compute, scratch, observer)
+                })
                 .context(|| format!("layer {index}"))?;
         }
-        self.observe_hidden(self.config.num_layers, first, &scratch.x, observer);
-        self.head(first, scratch, logits_rows, logits, observer)
+        self.observe_hidden(self.config.num_layers, first, &scratch.x[..rows * hidden], observer);
+        self.head([first, rows, logits_rows], compute, scratch, logits, observer)
     }
 
     /// x = embedding rows; angles of each position.
     fn embed(&self, tokens: &[u32], first: usize, scratch: &mut Scratch) -> Result<()> {
         let hidden = self.config.hidden_size;
-        scratch.x.resize(tokens.len() * hidden, 0.0);
-        scratch.angles.resize(tokens.len(), Vec::new());
-        for (t, token) in tokens.iter().enumerate() {
+        let Scratch { x, angles, all, embedding_row, .. } = scratch;
+        let x = fit(x, tokens.len() * hidden, 0.0);
+        if angles.len() < tokens.len() {
+            angles.resize(tokens.len(), Vec::new());
+        }
+        for i in all.len()..moe::pass_rows(tokens.len()) {
+            all.push(i as u32);
+        }
+        for ((t, token), row) in tokens.iter().enumerate().zip(x.chunks_exact_mut(hidden)) {
             if *token as usize >= self.config.vocab_size {
                 let vocab = self.config.vocab_size;
                 bail!("token {token} at position {}: the vocabulary has {vocab}", first + t);
             }
-            let row = &mut scratch.x[t * hidden..(t + 1) * hidden];
-            self.weights.embedding.read(&self.directory, *token, row)?;
-            self.rope.angles(first + t, &mut scratch.angles[t]);
+            self.weights.embedding.read(&self.directory, *token, row, embedding_row)?;
+            self.rope.angles(first + t, &mut angles[t]);
         }
         Ok(())
     }
 
     /// x += attention(norm(x)), with the selection of this or an earlier full layer.
+    #[allow(clippy::too_many_arguments, reason = "the parts of one step, each of its own type")]
     fn attention_half(
         &self,
         layer: &Layer,
         index: usize,
         first: usize,
+        rows: usize,
         kv: &mut KvCache,
+        compute: &mut Compute,
         scratch: &mut Scratch,
         observer: &mut dyn Observer,
     ) -> Result<()> {
-        let Scratch { x, normed, delta, angles, selection, attention: attn, indexer: idx, .. } =
-            scratch;
         let config = &self.config;
-        normed.resize(x.len(), 0.0);
-        delta.resize(x.len(), 0.0);
-        rms_norm(x, &layer.input_norm, config.rms_norm_eps, normed);
-        let rows = Rows { layer: index, first, angles };
-        attention::project(&layer.attention, config, rows, normed, kv, attn);
-        if let Some(weights) = &layer.indexer {
-            let batch = indexer::Batch { rows, hidden: normed, q_latent: &attn.q_latent };
-            indexer::select(weights, config, batch, kv, idx, selection)?;
-            for (t, kept) in selection.rows.iter().enumerate() {
-                observer.kept(index, first + t, kept.as_deref());
+        let forms = attention::hidden_forms(&layer.attention, layer.indexer.as_ref());
+        self.norm(compute, rows, &layer.input_norm, forms, scratch);
+        let Scratch { x, input, delta, angles, all, stage, selection, .. } = scratch;
+        let (attn, idx) = (&mut scratch.attention, &mut scratch.indexer);
+        let (all, delta) = (&all[..rows], fit(delta, rows * config.hidden_size, 0.0));
+        let batch = Rows { layer: index, first, angles: &angles[..rows] };
+        let indexer = layer.indexer.as_ref();
+        let chooses = indexer.is_some() && indexer::must_choose(config, first, rows);
+        attention::project(
+            compute,
+            stage,
+            &layer.attention,
+            indexer,
+            chooses,
+            config,
+            batch,
+            (input, all),
+            kv,
+            attn,
+            &mut idx.rows,
+        );
+        if let Some(weights) = indexer {
+            indexer::select(compute, weights, config, batch, kv, idx, selection)?;
+            for t in 0..rows {
+                observer.kept(index, first + t, selection.kept(t));
             }
         } else if !self.weights.has_indexer {
-            selection.keep_all(angles.len());
+            selection.keep_all(rows);
         }
-        attention::attend(&layer.attention, config, rows, selection, kv, attn, delta);
-        add(delta, x);
+        let selected = (&*selection, all);
+        attention::attend(
+            compute,
+            stage,
+            &layer.attention,
+            config,
+            batch,
+            selected,
+            kv,
+            attn,
+            delta,
+        );
+        add(delta, &mut x[..rows * config.hidden_size]);
         Ok(())
     }
 
+    /// normed = norm(x), and its forms.
+    fn norm(
+        &self,
+        compute: &mut Compute,
+        rows: usize,
+        weight: &[f32],
+        forms: Forms,
+        scratch: &mut Scratch,
+    ) {
+        let hidden = self.config.hidden_size;
+        let normed = fit(&mut scratch.normed, rows * hidden, 0.0);
+        let x = &scratch.x[..rows * hidden];
+        rms_norm(compute, x, weight, self.config.rms_norm_eps, normed);
+        let row = |t: usize| &normed[t * hidden..(t + 1) * hidden];
+        compute.prepare(rows, hidden, forms, row, &mut scratch.input);
+    }
+
     /// x += mlp(norm(x)).
+    #[allow(clippy::too_many_arguments, reason = "the parts of one step, each of its own type")]
     fn mlp_half(
         &self,
         layer: &Layer,
         index: usize,
         first: usize,
+        rows: usize,
         store: &mut ExpertStore,
+        compute: &mut Compute,
         scratch: &mut Scratch,
         observer: &mut dyn Observer,
     ) -> Result<()> {
-        let Scratch { x, normed, delta, moe: moe_scratch, .. } = scratch;
-        rms_norm(x, &layer.post_attention_norm, self.config.rms_norm_eps, normed);
+        let forms = match &layer.mlp {
+            Mlp::Dense(ffn) => moe::dense_forms(ffn),
+            Mlp::Sparse(moe) => moe::sparse_forms(moe),
+        };
+        self.norm(compute, rows, &layer.post_attention_norm, forms, scratch);
+        let Scratch { x, input, delta, all, moe: moe_scratch, .. } = scratch;
+        let delta = fit(delta, rows * self.config.hidden_size, 0.0);
         match &layer.mlp {
-            Mlp::Dense(ffn) => moe::dense(ffn, normed, delta, moe_scratch),
+            Mlp::Dense(ffn) => moe::dense(compute, ffn, (input, &all[..rows]), delta, moe_scratch),
             Mlp::Sparse(moe) => {
-                moe::route(moe, &self.config, first, normed, moe_scratch)?;
-                for (t, route) in moe_scratch.routes.iter().enumerate() {
-                    observer.routed(index, first + t, route);
+                let x = (&*input, &all[..rows]);
+                moe::route(compute, moe, &self.config, first, x, moe_scratch)?;
+                for t in 0..rows {
+                    observer.routed(index, first + t, moe_scratch.route(t));
                 }
-                moe::sparse(moe, index, normed, delta, &self.directory, store, moe_scratch)?;
+                let (directory, x) = (&self.directory, (&*input, rows, &all[..]));
+                moe::sparse(compute, moe, index, x, delta, directory, store, moe_scratch)?;
             }
         }
-        add(delta, x);
+        add(delta, &mut x[..rows * self.config.hidden_size]);
         Ok(())
     }
 
-    /// Final norm and output head of the last `logits_rows` rows.
+    /// Final norm and output head of the last `logits_rows` of the batch's rows.
     fn head(
         &self,
-        first: usize,
+        [first, rows, logits_rows]: [usize; 3],
+        compute: &mut Compute,
         scratch: &mut Scratch,
-        logits_rows: usize,
         logits: &mut Vec<f32>,
         observer: &mut dyn Observer,
     ) -> Result<()> {
         let (hidden, vocab) = (self.config.hidden_size, self.config.vocab_size);
-        let Scratch { x, normed, row, .. } = scratch;
-        rms_norm(x, &self.weights.final_norm, self.config.rms_norm_eps, normed);
-        self.observe_hidden(self.config.num_layers + 1, first, normed, observer);
-        let skipped = x.len() / hidden - logits_rows;
+        let forms = Forms::default().and(self.weights.lm_head.source.format);
+        self.norm(compute, rows, &self.weights.final_norm, forms, scratch);
+        let Scratch { normed, input, all, stage, .. } = scratch;
+        self.observe_hidden(self.config.num_layers + 1, first, &normed[..rows * hidden], observer);
+        if logits_rows == 0 {
+            return Ok(());
+        }
+        let skipped = rows - logits_rows;
         let start = logits.len();
         logits.resize(start + logits_rows * vocab, 0.0);
         let out = &mut logits[start..];
-        matmul(self.weights.lm_head.encoded(), &normed[skipped * hidden..], out, row);
+        let (matrix, tokens) = (self.weights.lm_head.encoded(), &all[skipped..rows]);
+        stage.run(compute, 1, |_| Product { matrix, x: input, tokens });
+        stage.copy(compute, 0, out);
         if let Some(i) = out.iter().position(|logit| !logit.is_finite()) {
             let (position, token) = (first + skipped + i / vocab, i % vocab);
             bail!("position {position}: the logit of token {token} is {}", out[i]);

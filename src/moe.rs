@@ -15,157 +15,333 @@ use crate::bail;
 use crate::config::Config;
 use crate::error::Result;
 use crate::experts::ExpertStore;
-use crate::kernels::{add, axpy, sigmoid, silu};
-use crate::ops::matmul;
+use crate::kernels::elementwise::{Axpy, Gate, Sigmoid};
+use crate::kernels::{Activations, Forms, add, fit};
+use crate::ops::{Compute, Product, Stage};
 use crate::quant::Encoded;
 use crate::safetensors::Directory;
 use crate::weights::{Ffn, Moe};
 
 /// Keeps the sum of all-zero weights from dividing by zero, as the model does.
 const NORM_EPS: f32 = 1e-20;
-
-/// Experts of one position: `(index, weight)`, ascending index.
-pub type Route = Vec<(usize, f32)>;
+/// Rows (of all experts together) that one pass works on, unless a single expert has more: keeps
+/// the buffers of a long chunk small, and is far more than a barrier costs.
+const PASS_ROWS: usize = 256;
 
 /// Buffers of one batch, kept between layers.
 #[derive(Default)]
 pub struct Scratch {
     router_logits: Vec<f32>,
-    /// Per row the chosen experts
-    pub routes: Vec<Route>,
-    gathered: Vec<f32>,
-    gate: Vec<f32>,
-    up: Vec<f32>,
-    down: Vec<f32>,
-    row: Vec<f32>,
+    scores: Vec<f32>,
+    biased: Vec<f32>,
+    /// `[T, K]` (expert, weight), ascending expert
+    routes: Vec<(u32, f32)>,
+    /// K
+    top_k: usize,
+    gathered: Gathered,
+    pass: Pass,
 }
 
-/// down(silu(gate x) · up x) for `x [T, D]` into `out [T, D]`.
-fn gated(
-    [gate, up, down]: [Encoded<'_>; 3],
-    x: &[f32],
-    out: &mut [f32],
-    [gate_out, up_out, row]: [&mut Vec<f32>; 3],
-) {
-    let rows = x.len() / gate.cols;
-    gate_out.resize(rows * gate.rows, 0.0);
-    up_out.resize(rows * up.rows, 0.0);
-    matmul(gate, x, gate_out, row);
-    matmul(up, x, up_out, row);
-    for (gate, up) in gate_out.iter_mut().zip(up_out.iter()) {
-        *gate = silu(*gate) * up;
+/// Buffers of one pass over some MLPs, and its results.
+#[derive(Default)]
+struct Pass {
+    gate_up: Stage,
+    /// `[rows, I]` silu(gate) · up
+    gated: Vec<f32>,
+    gated_input: Activations,
+    /// Result i is that of MLP i
+    down: Stage,
+}
+
+/// The rows of a batch by expert.
+#[derive(Default)]
+struct Gathered {
+    /// Experts that some row chose, ascending.
+    experts: Vec<u32>,
+    /// First of each expert's rows in `tokens`, and the end of the last.
+    firsts: Vec<usize>,
+    /// Rows of the batch, expert after expert, ascending.
+    tokens: Vec<u32>,
+    /// Next free place of every expert, while they are filled in.
+    next: Vec<usize>,
+}
+
+impl Scratch {
+    /// Chosen experts of row `t`, `(index, weight)` in ascending index.
+    pub fn route(&self, t: usize) -> &[(u32, f32)] {
+        &self.routes[t * self.top_k..(t + 1) * self.top_k]
     }
-    matmul(down, gate_out, out, row);
 }
 
-/// The MLP of a dense layer, or a shared expert: `x [T, D]` to `out [T, D]`.
-pub fn dense(ffn: &Ffn, x: &[f32], out: &mut [f32], scratch: &mut Scratch) {
-    let matrices = [ffn.gate.encoded(), ffn.up.encoded(), ffn.down.encoded()];
-    gated(matrices, x, out, [&mut scratch.gate, &mut scratch.up, &mut scratch.row]);
+/// One gated MLP over some rows: down(silu(gate x) · up x).
+#[derive(Clone, Copy)]
+struct Gated<'a> {
+    gate: Encoded<'a>,
+    up: Encoded<'a>,
+    down: Encoded<'a>,
+    /// Rows of the batch that it sees.
+    tokens: &'a [u32],
+    /// Rows of the pass before its own.
+    first: usize,
 }
 
-/// Routes each row of `x [T, D]`, the first at position `first`, into `scratch.routes`.
+/// Forms that gate and up of an MLP need their input in.
+fn input_forms(forms: Forms, ffn: &Ffn) -> Forms {
+    forms.and(ffn.gate.source.format).and(ffn.up.source.format)
+}
+
+/// Forms that a dense layer needs the hidden state in.
+pub fn dense_forms(ffn: &Ffn) -> Forms {
+    input_forms(Forms::default(), ffn)
+}
+
+/// Forms that a sparse layer needs the hidden state in.
+pub fn sparse_forms(moe: &Moe) -> Forms {
+    let forms = Forms::default().and(moe.router.source.format);
+    let forms = moe.shared.iter().fold(forms, input_forms);
+    (moe.experts.iter()).fold(forms, |f, e| f.and(e.gate.format).and(e.up.format))
+}
+
+impl Pass {
+    /// Computes `count` gated MLPs of one width over rows of `x`, in two stages. `all` is 0, 1, …,
+    /// as long as the rows of the pass.
+    fn run<'a>(
+        &mut self,
+        compute: &mut Compute,
+        count: usize,
+        mlp: impl Fn(usize) -> Gated<'a> + Sync,
+        x: &'a Activations,
+        all: &[u32],
+    ) {
+        let Pass { gate_up, gated, gated_input, down } = self;
+        gate_up.run(compute, 2 * count, |i| {
+            let Gated { gate, up, tokens, .. } = mlp(i / 2);
+            Product { matrix: if i % 2 == 0 { gate } else { up }, x, tokens }
+        });
+        let last = mlp(count - 1);
+        let (rows, width) = (last.first + last.tokens.len(), last.gate.rows);
+        let gated = fit(gated, rows * width, 0.0);
+        let arithmetic = compute.arithmetic;
+        let mut forms = Forms::default();
+        for i in 0..count {
+            let Gated { down, tokens, first, .. } = mlp(i);
+            forms = forms.and(down.format);
+            let gated = &mut gated[first * width..(first + tokens.len()) * width];
+            compute.each_row(gated, width, |t, gate, scratch| {
+                gate_up.copy_row(2 * i, t, gate);
+                let up = fit(&mut scratch.row, width, 0.0);
+                gate_up.copy_row(2 * i + 1, t, up);
+                arithmetic.run(Gate { gate, up });
+            });
+        }
+        let row = |t: usize| &gated[t * width..(t + 1) * width];
+        compute.prepare(rows, width, forms, row, gated_input);
+        let x = &*gated_input;
+        down.run(compute, count, |i| {
+            let Gated { down, tokens, first, .. } = mlp(i);
+            Product { matrix: down, x, tokens: &all[first..first + tokens.len()] }
+        });
+    }
+}
+
+/// The MLP of a dense layer, or a shared expert, over all rows; its result is the only one of the
+/// pass. `x [T, D]`, `all` is 0 … T−1.
+fn run_ffn(compute: &mut Compute, ffn: &Ffn, (x, all): (&Activations, &[u32]), pass: &mut Pass) {
+    let [gate, up, down] = [&ffn.gate, &ffn.up, &ffn.down].map(|matrix| matrix.encoded());
+    pass.run(compute, 1, |_| Gated { gate, up, down, tokens: all, first: 0 }, x, all);
+}
+
+/// The MLP of a dense layer: `x [T, D]` to `out [T, D]`.
+pub fn dense(
+    compute: &mut Compute,
+    ffn: &Ffn,
+    x: (&Activations, &[u32]),
+    out: &mut [f32],
+    scratch: &mut Scratch,
+) {
+    run_ffn(compute, ffn, x, &mut scratch.pass);
+    scratch.pass.down.copy(compute, 0, out);
+}
+
+/// Routes each row of `x [T, D]`, the first at position `first`, into `scratch`.
 ///
 /// Errors: a non-finite router logit, with position and expert. (The caller adds the layer.)
 pub fn route(
+    compute: &mut Compute,
     moe: &Moe,
     config: &Config,
     first: usize,
-    x: &[f32],
+    (x, all): (&Activations, &[u32]),
     scratch: &mut Scratch,
 ) -> Result<()> {
     let experts = config.n_routed_experts;
-    let rows = x.len() / config.hidden_size;
-    let Scratch { router_logits, routes, row, .. } = scratch;
-    router_logits.resize(rows * experts, 0.0);
-    matmul(moe.router.encoded(), x, router_logits, row);
+    let Scratch { router_logits, scores, biased, routes, top_k, pass, .. } = scratch;
+    let stage = &mut pass.gate_up;
+    stage.run(compute, 1, |_| Product { matrix: moe.router.encoded(), x, tokens: all });
+    let router_logits = fit(router_logits, all.len() * experts, 0.0);
+    stage.copy(compute, 0, router_logits);
+    *top_k = config.top_k;
     routes.clear();
-    for (t, logits) in router_logits.chunks_exact(experts).enumerate() {
+    routes.reserve_exact(all.len() * config.top_k);
+    for (t, logits) in router_logits.chunks_exact_mut(experts).enumerate() {
         if let Some(e) = logits.iter().position(|logit| !logit.is_finite()) {
             bail!("position {}: the router logit of expert {e} is {}", first + t, logits[e]);
         }
-        routes.push(choose_experts(logits, &moe.correction_bias, config));
+        compute.arithmetic.run(Sigmoid { x: logits });
+        choose_experts(logits, &moe.correction_bias, config, [scores, biased], routes);
     }
     Ok(())
 }
 
-/// The routing rule of the module's first paragraph for one position's logits `[E]`.
-fn choose_experts(logits: &[f32], correction_bias: &[f32], config: &Config) -> Route {
-    let scores: Vec<f32> = logits.iter().map(|logit| sigmoid(*logit)).collect();
-    let biased: Vec<f32> = scores.iter().zip(correction_bias).map(|(s, b)| s + b).collect();
-    let group_size = config.n_routed_experts / config.n_group;
-    let group_scores: Vec<f32> = biased
-        .chunks_exact(group_size)
-        .map(|group| {
-            let best = best_indices(group, 2);
-            best.iter().map(|i| group[*i]).sum()
-        })
-        .collect();
-    let groups = best_indices(&group_scores, config.topk_group);
-    let candidates: Vec<usize> = (0..config.n_routed_experts)
-        .filter(|e| config.n_group == 1 || groups.contains(&(e / group_size)))
-        .collect();
-    let candidate_scores: Vec<f32> = candidates.iter().map(|e| biased[*e]).collect();
-    let mut chosen: Vec<usize> =
-        best_indices(&candidate_scores, config.top_k).into_iter().map(|i| candidates[i]).collect();
-    chosen.sort_unstable();
+/// The routing rule of the module's first paragraph for one position's sigmoid `scores [E]`;
+/// appends K (expert, weight) in ascending order.
+fn choose_experts(
+    scores: &[f32],
+    correction_bias: &[f32],
+    config: &Config,
+    [group_scores, biased]: [&mut Vec<f32>; 2],
+    routes: &mut Vec<(u32, f32)>,
+) {
+    biased.clear();
+    biased.extend(scores.iter().zip(correction_bias).map(|(s, b)| s + b));
+    if config.n_group > 1 {
+        let group_size = config.n_routed_experts / config.n_group;
+        group_scores.clear();
+        group_scores.extend(biased.chunks_exact(group_size).map(|group| {
+            let (best, first) = largest(group, |_| true);
+            // The lowest index wins, so what remains is everything else.
+            best + if group_size > 1 { largest(group, |i| i != first).0 } else { 0.0 }
+        }));
+        // A group whose score was taken becomes −∞; those never taken lose their experts.
+        for _ in 0..config.topk_group {
+            let (_, best) = largest(group_scores, |_| true);
+            group_scores[best] = f32::NEG_INFINITY;
+        }
+        for (group, score) in biased.chunks_exact_mut(group_size).zip(group_scores.iter()) {
+            if *score != f32::NEG_INFINITY {
+                group.fill(f32::NEG_INFINITY);
+            }
+        }
+    }
+    let start = routes.len();
+    for _ in 0..config.top_k {
+        let (_, e) = largest(biased, |_| true);
+        biased[e] = f32::NEG_INFINITY;
+        routes.push((e as u32, scores[e]));
+    }
+    let chosen = &mut routes[start..];
+    chosen.sort_unstable_by_key(|(e, _)| *e);
     let mut sum = 1.0;
     if config.norm_topk_prob {
-        sum = chosen.iter().map(|e| scores[*e]).sum::<f32>() + NORM_EPS;
+        sum = chosen.iter().map(|(_, score)| *score).sum::<f32>() + NORM_EPS;
     }
-    let weight = |e: usize| scores[e] / sum * config.routed_scaling_factor;
-    chosen.into_iter().map(|e| (e, weight(e))).collect()
+    for (_, weight) in chosen {
+        *weight = *weight / sum * config.routed_scaling_factor;
+    }
 }
 
-/// Indices of the `count` largest values, best first; among equals the lowest index first.
-fn best_indices(values: &[f32], count: usize) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..values.len()).collect();
-    let compare = |a: &usize, b: &usize| {
-        values[*b].partial_cmp(&values[*a]).expect("scores are numbers").then(a.cmp(b))
-    };
-    order.sort_by(compare);
-    order.truncate(count);
-    order
+/// The largest of the finite values whose index is `among`, and the lowest index that has it.
+fn largest(values: &[f32], among: impl Fn(usize) -> bool) -> (f32, usize) {
+    let mut best = (f32::NEG_INFINITY, 0);
+    for (i, value) in values.iter().enumerate() {
+        if *value > best.0 && among(i) {
+            best = (*value, i);
+        }
+    }
+    best
 }
 
-/// Runs the routed experts of `scratch.routes` and the shared one: `x [T, D]` to `out [T, D]`.
+impl Gathered {
+    /// Groups the rows of `routes [T, K]` by expert.
+    fn gather(&mut self, routes: &[(u32, f32)], top_k: usize, experts: usize) {
+        let Gathered { experts: chosen, firsts, tokens, next } = self;
+        next.clear();
+        next.resize(experts, 0);
+        routes.iter().for_each(|(e, _)| next[*e as usize] += 1);
+        chosen.clear();
+        firsts.clear();
+        let mut first = 0;
+        for (e, next) in next.iter_mut().enumerate().filter(|(_, count)| **count > 0) {
+            chosen.push(e as u32);
+            firsts.push(first);
+            first += std::mem::replace(next, first);
+        }
+        firsts.push(first);
+        fit(tokens, routes.len(), 0);
+        for (i, (e, _)) in routes.iter().enumerate() {
+            let place = &mut next[*e as usize];
+            tokens[*place] = (i / top_k) as u32;
+            *place += 1;
+        }
+    }
+
+    /// Rows of the batch that chose the expert at `index` of `experts`.
+    fn tokens(&self, index: usize) -> &[u32] {
+        &self.tokens[self.firsts[index]..self.firsts[index + 1]]
+    }
+
+    /// How many experts from `index` on one pass takes.
+    fn pass_experts(&self, index: usize) -> usize {
+        let end = self.firsts[index] + PASS_ROWS;
+        let within = |first: &&usize| **first <= end;
+        self.firsts[index + 1..].iter().take_while(within).count().max(1)
+    }
+}
+
+/// Runs the routed experts of the routes in `scratch` and the shared one: `x [T, D]` to
+/// `out [T, D]`. `all` is 0, 1, …, long enough for every row of a pass.
+#[allow(clippy::too_many_arguments, reason = "the parts of one step, each of its own type")]
 pub fn sparse(
+    compute: &mut Compute,
     moe: &Moe,
     layer: usize,
-    x: &[f32],
+    (x, rows, all): (&Activations, usize, &[u32]),
     out: &mut [f32],
     directory: &Directory,
     store: &mut ExpertStore,
     scratch: &mut Scratch,
 ) -> Result<()> {
+    let (arithmetic, hidden) = (compute.arithmetic, out.len() / rows);
+    let Scratch { routes, top_k, gathered, pass, .. } = scratch;
     out.fill(0.0);
-    let hidden = x.len() / scratch.routes.len();
-    let mut distinct: Vec<usize> = scratch.routes.iter().flatten().map(|(e, _)| *e).collect();
-    distinct.sort_unstable();
-    distinct.dedup();
-    for e in distinct {
-        let expert = store.get(directory, (layer, e), &moe.experts[e])?;
-        let weight_of = |route: &Route| route.iter().find(|(id, _)| *id == e).map(|(_, w)| *w);
-        let rows: Vec<(usize, f32)> = (scratch.routes.iter().enumerate())
-            .filter_map(|(t, route)| weight_of(route).map(|weight| (t, weight)))
-            .collect();
-        let Scratch { gathered, gate, up, down, row, .. } = scratch;
-        gathered.clear();
-        for (t, _) in &rows {
-            gathered.extend_from_slice(&x[t * hidden..(t + 1) * hidden]);
-        }
-        down.resize(gathered.len(), 0.0);
-        gated([expert.gate, expert.up, expert.down], gathered, down, [gate, up, row]);
-        for ((t, weight), down) in rows.iter().zip(down.chunks_exact(hidden)) {
-            axpy(*weight, down, &mut out[t * hidden..(t + 1) * hidden]);
-        }
+    gathered.gather(routes, *top_k, moe.experts.len());
+    let mut index = 0;
+    while index < gathered.experts.len() {
+        let wanted = &gathered.experts[index..index + gathered.pass_experts(index)];
+        let count = store.load(directory, layer, wanted, &moe.experts)?;
+        let (store, begin) = (&*store, gathered.firsts[index]);
+        let mlp = |i: usize| {
+            let e = wanted[i] as usize;
+            let expert = store.expert((layer, e), &moe.experts[e]);
+            let (tokens, first) = (gathered.tokens(index + i), gathered.firsts[index + i] - begin);
+            Gated { gate: expert.gate, up: expert.up, down: expert.down, tokens, first }
+        };
+        pass.run(compute, count, mlp, x, all);
+        let down = &pass.down;
+        compute.each_row(out, hidden, |t, out, _| {
+            for (e, weight) in &routes[t * *top_k..(t + 1) * *top_k] {
+                let Ok(i) = wanted[..count].binary_search(e) else { continue };
+                let row = gathered.tokens(index + i).binary_search(&(t as u32));
+                let row = row.expect("an expert has the rows that chose it");
+                down.each_run(i, row, |first, x| {
+                    let y = &mut out[first..first + x.len()];
+                    arithmetic.run(Axpy { a: *weight, x, y });
+                });
+            }
+        });
+        index += count;
     }
     if let Some(shared) = &moe.shared {
-        let mut down = std::mem::take(&mut scratch.down);
-        down.resize(x.len(), 0.0);
-        dense(shared, x, &mut down, scratch);
-        add(&down, out);
-        scratch.down = down;
+        run_ffn(compute, shared, (x, &all[..rows]), pass);
+        let down = &pass.down;
+        compute.each_row(out, hidden, |t, out, _| {
+            down.each_run(0, t, |first, x| add(x, &mut out[first..first + x.len()]));
+        });
     }
     Ok(())
+}
+
+/// Length of `all` that a batch of `rows` needs: no pass has more rows.
+pub fn pass_rows(rows: usize) -> usize {
+    rows.max(PASS_ROWS)
 }

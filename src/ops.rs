@@ -1,12 +1,27 @@
-//! Operations on rows of activations: products with encoded matrices, norms, rotary positions.
+//! Operations on rows of activations: stages of matrix products, norms, rotary positions.
 //!
 //! A batch of T rows is a flat slice `[T, width]`. Every row's result depends on that row alone,
-//! in one defined order, so it is the same in any batch.
+//! in one defined order, so it is the same in any batch, on any number of threads.
 
 #![forbid(unsafe_code)]
 
-use crate::kernels::{add, dot, sin_cos};
+use crate::cpu::Isa;
+use crate::kernels::activations::{BLOCK, pad_row};
+use crate::kernels::elementwise::{Norm, Quantize};
+use crate::kernels::tiles::{self, ProductPart};
+use crate::kernels::{
+    Activations, Arithmetic, Forms, LANES, Order, add, dot, fit, inverse_root, sin_cos,
+};
+use crate::pool::Pool;
 use crate::quant::Encoded;
+
+/// Weight bytes that one part of a stage streams when there is one row of activations: enough
+/// that its start is cheap, small enough that the last parts of two threads end together.
+const PART_BYTES: usize = 48 << 10;
+/// Rows that take less than this are not worth waking a thread for.
+const SERIAL_BYTES: usize = 128 << 10;
+/// Weight rows of one part when there are several rows of activations.
+const PART_ROWS: usize = 32;
 
 /// Consecutive positions of one timeline, as one layer sees them.
 #[derive(Clone, Copy)]
@@ -19,19 +34,171 @@ pub struct Rows<'a> {
     pub angles: &'a [Vec<(f32, f32)>],
 }
 
-/// y = x · Wᵀ: `x [T, cols]`, `y [T, rows]`. `row` is scratch of at least `cols` floats.
-///
-/// Each weight row is decoded once for all T rows of the batch.
-pub fn matmul(matrix: Encoded<'_>, x: &[f32], y: &mut [f32], row: &mut Vec<f32>) {
-    let (rows, cols) = (matrix.rows, matrix.cols);
-    assert_eq!(x.len() / cols, y.len() / rows, "input and output rows");
-    assert!(x.len().is_multiple_of(cols) && y.len().is_multiple_of(rows), "whole rows");
-    row.resize(cols, 0.0);
-    for r in 0..rows {
-        matrix.decode_row(r, row);
-        for (x, y) in x.chunks_exact(cols).zip(y.chunks_exact_mut(rows)) {
-            y[r] = dot(row, x);
+/// Who computes, and how: threads, instruction set, and each thread's buffers.
+pub struct Compute {
+    /// Threads.
+    pub pool: Pool,
+    /// Instruction set.
+    pub arithmetic: Arithmetic,
+    /// One per thread.
+    pub scratch: Vec<tiles::Scratch>,
+    cuts: Vec<usize>,
+}
+
+impl Compute {
+    /// With `threads` threads and the instructions of `isa`.
+    pub fn new(threads: usize, isa: Isa) -> Compute {
+        let pool = Pool::new(threads);
+        let scratch = (0..pool.threads()).map(|_| tiles::Scratch::default()).collect();
+        Compute { pool, arithmetic: Arithmetic::new(isa), scratch, cuts: Vec::new() }
+    }
+
+    /// Calls `f(t, row t, scratch of the thread)` for each of the rows of `data [T, width]`, on
+    /// all threads when it is worth a barrier.
+    pub fn each_row<T: Send>(
+        &mut self,
+        data: &mut [T],
+        width: usize,
+        f: impl Fn(usize, &mut [T], &mut tiles::Scratch) + Sync,
+    ) {
+        if data.len() * size_of::<T>() < SERIAL_BYTES {
+            let rows = data.chunks_exact_mut(width.max(1)).enumerate();
+            rows.for_each(|(t, row)| f(t, row, &mut self.scratch[0]));
+            return;
         }
+        self.cuts.clear();
+        self.cuts.extend((0..=data.len() / width).map(|t| t * width));
+        self.pool.for_each_part(data, &self.cuts, &mut self.scratch, f);
+    }
+
+    /// Brings the rows `row(0 … count)` of `cols` features into the forms that products need.
+    pub fn prepare<'a>(
+        &mut self,
+        count: usize,
+        cols: usize,
+        forms: Forms,
+        row: impl Fn(usize) -> &'a [f32] + Sync,
+        out: &mut Activations,
+    ) {
+        let arithmetic = self.arithmetic;
+        let (natural, planes, floats) = out.reshape(count, cols, forms);
+        for (order, blocks) in [(Order::Natural, natural), (Order::Planes, planes)] {
+            self.each_row(blocks, cols.div_ceil(BLOCK), |t, blocks, _| {
+                arithmetic.run(Quantize { x: row(t), order, blocks });
+            });
+        }
+        self.each_row(floats, cols.div_ceil(LANES), |t, chunks, _| pad_row(row(t), chunks));
+    }
+}
+
+/// [`Compute::prepare`] on the calling thread, for use within a part of a stage.
+pub fn prepare_here<'a>(
+    arithmetic: Arithmetic,
+    count: usize,
+    cols: usize,
+    forms: Forms,
+    row: impl Fn(usize) -> &'a [f32],
+    out: &mut Activations,
+) {
+    let (natural, planes, floats) = out.reshape(count, cols, forms);
+    for (order, blocks) in [(Order::Natural, natural), (Order::Planes, planes)] {
+        for (t, blocks) in blocks.chunks_exact_mut(cols.div_ceil(BLOCK)).enumerate() {
+            arithmetic.run(Quantize { x: row(t), order, blocks });
+        }
+    }
+    for (t, chunks) in floats.chunks_exact_mut(cols.div_ceil(LANES)).enumerate() {
+        pad_row(row(t), chunks);
+    }
+}
+
+/// One matrix times some rows of activations.
+#[derive(Clone, Copy)]
+pub struct Product<'a> {
+    /// `[O, I]`
+    pub matrix: Encoded<'a>,
+    /// Rows of I features in the form that the matrix needs.
+    pub x: &'a Activations,
+    /// Which of them.
+    pub tokens: &'a [u32],
+}
+
+/// Products that are computed together, with one barrier at the end, and their results.
+#[derive(Default)]
+pub struct Stage {
+    /// Results, part after part, each `[tokens, rows of the part]`.
+    slab: Vec<f32>,
+    cuts: Vec<usize>,
+    parts: Vec<Part>,
+    /// Index of the first part of every product, and the number of parts.
+    firsts: Vec<usize>,
+}
+
+/// Rows `first_row…` of one product.
+#[derive(Clone, Copy)]
+struct Part {
+    product: usize,
+    first_row: usize,
+    rows: usize,
+}
+
+impl Stage {
+    /// Computes the products `0 … count`: y = x · Wᵀ for each.
+    pub fn run<'a>(
+        &mut self,
+        compute: &mut Compute,
+        count: usize,
+        product: impl Fn(usize) -> Product<'a> + Sync,
+    ) {
+        let Stage { slab, cuts, parts, firsts } = self;
+        parts.clear();
+        firsts.clear();
+        cuts.clear();
+        let mut floats = 0;
+        cuts.push(0);
+        for i in 0..count {
+            let Product { matrix, x, tokens } = product(i);
+            assert_eq!(matrix.cols, x.cols(), "input features");
+            firsts.push(parts.len());
+            let rows_most = match tokens.len() {
+                1 => (PART_BYTES / matrix.format.row_bytes(matrix.cols)).max(4) / 4 * 4,
+                _ => PART_ROWS,
+            };
+            for first_row in (0..matrix.rows).step_by(rows_most) {
+                let rows = rows_most.min(matrix.rows - first_row);
+                parts.push(Part { product: i, first_row, rows });
+                floats += rows * tokens.len();
+                cuts.push(floats);
+            }
+        }
+        firsts.push(parts.len());
+        let slab = fit(slab, floats, 0.0);
+        let arithmetic = compute.arithmetic;
+        compute.pool.for_each_part(slab, cuts, &mut compute.scratch, |i, y, scratch| {
+            let Part { product: p, first_row, rows } = parts[i];
+            let Product { matrix, x, tokens } = product(p);
+            let rows = first_row..first_row + rows;
+            arithmetic.run(ProductPart { matrix, rows, x, tokens, y, scratch });
+        });
+    }
+
+    /// Result `[O]` of product `i` for the `t`-th of its tokens, as runs: `f(first row, values)`.
+    pub fn each_run(&self, i: usize, t: usize, mut f: impl FnMut(usize, &[f32])) {
+        for part in self.firsts[i]..self.firsts[i + 1] {
+            let Part { first_row, rows, .. } = self.parts[part];
+            f(first_row, &self.slab[self.cuts[part] + t * rows..][..rows]);
+        }
+    }
+
+    /// The same result, into `out`.
+    pub fn copy_row(&self, i: usize, t: usize, out: &mut [f32]) {
+        self.each_run(i, t, |first, run| out[first..first + run.len()].copy_from_slice(run));
+    }
+
+    /// Results `[tokens, O]` of product `i`, into `out`.
+    pub fn copy(&self, compute: &mut Compute, i: usize, out: &mut [f32]) {
+        let last = self.parts[self.firsts[i + 1] - 1];
+        let width = last.first_row + last.rows;
+        compute.each_row(out, width, |t, row, _| self.copy_row(i, t, row));
     }
 }
 
@@ -42,30 +209,14 @@ pub fn add_bias(rows: &mut [f32], bias: Option<&Vec<f32>>) {
     }
 }
 
-/// 1 / √(sum / n + eps). A sum that overflowed gives NaN, which the checks of router, indexer and
-/// logits then report; 1 / √∞ = 0 would hide it.
-fn inverse_root(square_sum: f32, n: usize, eps: f32) -> f32 {
-    if square_sum.is_finite() { 1.0 / (square_sum / n as f32 + eps).sqrt() } else { f32::NAN }
-}
-
 /// RMSNorm of each row of `x [T, width]` into `out`: x / √(mean(x²) + eps) · weight.
-pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+pub fn rms_norm(compute: &mut Compute, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let width = weight.len();
     assert_eq!(x.len(), out.len(), "norm keeps the shape");
-    for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
-        let scale = inverse_root(dot(x, x), width, eps);
-        for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
-            *out = x * scale * weight;
-        }
-    }
-}
-
-/// RMSNorm of one row in place.
-pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
-    let scale = inverse_root(dot(x, x), weight.len(), eps);
-    for (x, weight) in x.iter_mut().zip(weight) {
-        *x = *x * scale * weight;
-    }
+    let arithmetic = compute.arithmetic;
+    compute.each_row(out, width, |t, out, _| {
+        arithmetic.run(Norm { x: &x[t * width..(t + 1) * width], weight, eps, out });
+    });
 }
 
 /// LayerNorm of one row in place: (x − mean) / √(variance + eps) · weight + bias.
@@ -139,8 +290,8 @@ mod tests {
 
     #[test]
     fn norms_match_hand_computed_values() {
-        let mut out = [0.0; 2];
-        rms_norm(&[3.0, 4.0], &[1.0, 2.0], 0.0, &mut out);
+        let (mut compute, mut out) = (Compute::new(1, Isa::Scalar), [0.0; 2]);
+        rms_norm(&mut compute, &[3.0, 4.0], &[1.0, 2.0], 0.0, &mut out);
         assert!((out[0] - 0.848_528_1).abs() < 1e-6 && (out[1] - 2.262_741_7).abs() < 1e-6);
         let mut x = [1.0, 3.0];
         layer_norm_in_place(&mut x, &[2.0, 2.0], &[0.5, 0.5], 0.0);

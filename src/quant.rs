@@ -103,6 +103,11 @@ impl Format {
         }
     }
 
+    /// Whether one scale belongs to a whole row.
+    pub const fn row_scaled(self) -> bool {
+        matches!(self, Format::Int8Row | Format::Int4Row | Format::Int2Row)
+    }
+
     /// Bytes of the scales of a `[rows, cols]` matrix (the NVFP4 scalar is not among them).
     pub const fn scale_bytes(self, rows: usize, cols: usize) -> usize {
         match self {
@@ -223,9 +228,7 @@ impl Encoded<'_> {
     /// Each value is (code as an exact `f32`) · scale, rounded once.
     pub fn decode_row(&self, row: usize, out: &mut [f32]) {
         assert_eq!(out.len(), self.cols, "a decoded row has one value per column");
-        let row_bytes = self.format.row_bytes(self.cols);
-        let bytes = &self.weights[row * row_bytes..(row + 1) * row_bytes];
-        let row_scale = |index: usize| f32_at(self.scales, index);
+        let bytes = self.row(row);
         match self.format {
             Format::F32 => {
                 for (i, value) in out.iter_mut().enumerate() {
@@ -234,54 +237,76 @@ impl Encoded<'_> {
             }
             Format::Bf16 => decode_u16(bytes, out, bf16_to_f32),
             Format::F16 => decode_u16(bytes, out, f16_to_f32),
-            Format::Int8Row => {
-                let scale = row_scale(row);
-                for (value, byte) in out.iter_mut().zip(bytes) {
-                    *value = *byte as i8 as f32 * scale;
-                }
-            }
-            Format::Int4Row => decode_int4(bytes, row_scale(row), out),
-            Format::Int2Row => {
-                let scale = row_scale(row);
-                for (i, value) in out.iter_mut().enumerate() {
-                    *value = (low_pair(bytes, i) as i32 - 2) as f32 * scale;
-                }
-            }
-            Format::Int4Group(group) => {
-                let first = row * self.cols.div_ceil(group);
-                // A group of 16…256 columns starts at an even column, so on a byte.
-                let groups = out.chunks_mut(group).zip(bytes.chunks(group / 2));
-                for (g, (out, bytes)) in groups.enumerate() {
-                    decode_int4(bytes, row_scale(first + g), out);
-                }
-            }
-            Format::Int3Group64 => {
-                let first = row * self.cols.div_ceil(INT3_BLOCK);
-                let blocks = out.chunks_mut(INT3_BLOCK).zip(bytes.chunks(INT3_BLOCK_BYTES));
-                for (b, (out, bytes)) in blocks.enumerate() {
-                    decode_int3(bytes, row_scale(first + b), out);
-                }
-            }
             Format::Fp8Block => {
-                let first = row / FP8_BLOCK * self.cols.div_ceil(FP8_BLOCK);
-                let blocks = out.chunks_mut(FP8_BLOCK).zip(bytes.chunks(FP8_BLOCK));
-                for (b, (out, bytes)) in blocks.enumerate() {
-                    let scale = row_scale(first + b);
-                    for (value, byte) in out.iter_mut().zip(bytes) {
-                        *value = E4M3[*byte as usize] * scale;
-                    }
+                for (i, value) in out.iter_mut().enumerate() {
+                    *value = E4M3[bytes[i] as usize] * self.scale(row, i);
                 }
             }
             Format::Nvfp4 => {
-                let blocks = self.cols.div_ceil(NVFP4_BLOCK);
-                let scales = &self.scales[row * blocks..(row + 1) * blocks];
                 for (i, value) in out.iter_mut().enumerate() {
                     // code · block scale is exact in f32 (2 + 4 significant bits).
-                    let block = E4M3[scales[i / NVFP4_BLOCK] as usize];
+                    let block = self.nvfp4_block_scale(row, i);
                     *value = E2M1[nibble(bytes, i) as usize] * block * self.scalar;
                 }
             }
+            _ => self.each_code(row, |i, code| out[i] = code as f32 * self.scale(row, i)),
         }
+    }
+
+    /// The bytes of one row.
+    pub fn row(&self, row: usize) -> &[u8] {
+        let row_bytes = self.format.row_bytes(self.cols);
+        &self.weights[row * row_bytes..(row + 1) * row_bytes]
+    }
+
+    /// Hands the integer of every column of a row to `sink`: a value is its integer times its
+    /// [`Encoded::scale`]. For NVFP4 they are twice the E2M1 values. Panics for float formats.
+    ///
+    /// Bits behind a ragged end are padding: writers differ in them, so they are not looked at.
+    #[inline(always)]
+    pub fn each_code(&self, row: usize, mut sink: impl FnMut(usize, i16)) {
+        let (bytes, cols) = (self.row(row), 0..self.cols);
+        match self.format {
+            Format::Int8Row => cols.for_each(|i| sink(i, (bytes[i] as i8).into())),
+            Format::Int4Row | Format::Int4Group(_) => {
+                cols.for_each(|i| sink(i, nibble(bytes, i) as i16 - 8));
+            }
+            Format::Int2Row => cols.for_each(|i| sink(i, low_pair(bytes, i) as i16 - 2)),
+            Format::Int3Group64 => cols.for_each(|col| {
+                let (block, i) = (col / INT3_BLOCK * INT3_BLOCK_BYTES, col % INT3_BLOCK);
+                let (low, high) = bytes[block..block + INT3_BLOCK_BYTES].split_at(16);
+                let high = high[i / 8] >> (i % 8) & 1;
+                sink(col, low_pair(low, i) as i16 + 4 * high as i16 - 4);
+            }),
+            Format::Nvfp4 => {
+                cols.for_each(|i| sink(i, (2.0 * E2M1[nibble(bytes, i) as usize]) as i16));
+            }
+            Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block => {
+                panic!("{} weights are not integers", self.format)
+            }
+        }
+    }
+
+    /// The scale of one weight: its row's, its group's, or its block's (1 for plain floats).
+    pub fn scale(&self, row: usize, col: usize) -> f32 {
+        let group =
+            |columns: usize| f32_at(self.scales, row * self.cols.div_ceil(columns) + col / columns);
+        match self.format {
+            Format::F32 | Format::Bf16 | Format::F16 => 1.0,
+            Format::Int8Row | Format::Int4Row | Format::Int2Row => f32_at(self.scales, row),
+            Format::Int4Group(columns) => group(columns),
+            Format::Int3Group64 => group(INT3_BLOCK),
+            Format::Fp8Block => {
+                let first = row / FP8_BLOCK * self.cols.div_ceil(FP8_BLOCK);
+                f32_at(self.scales, first + col / FP8_BLOCK)
+            }
+            Format::Nvfp4 => self.nvfp4_block_scale(row, col) * (self.scalar * 0.5),
+        }
+    }
+
+    fn nvfp4_block_scale(&self, row: usize, col: usize) -> f32 {
+        let blocks = self.cols.div_ceil(NVFP4_BLOCK);
+        E4M3[self.scales[row * blocks + col / NVFP4_BLOCK] as usize]
     }
 }
 
@@ -298,22 +323,6 @@ fn low_pair(bytes: &[u8], i: usize) -> u8 {
 fn decode_u16(bytes: &[u8], out: &mut [f32], convert: fn(u16) -> f32) {
     for (value, pair) in out.iter_mut().zip(bytes.chunks_exact(2)) {
         *value = convert(u16::from_le_bytes([pair[0], pair[1]]));
-    }
-}
-
-/// The high nibble behind an odd last column is padding: writers differ in it, so it is not read.
-fn decode_int4(bytes: &[u8], scale: f32, out: &mut [f32]) {
-    for (i, value) in out.iter_mut().enumerate() {
-        *value = (nibble(bytes, i) as i32 - 8) as f32 * scale;
-    }
-}
-
-/// One block of up to 64 columns; codes behind a ragged end are padding and not read.
-fn decode_int3(bytes: &[u8], scale: f32, out: &mut [f32]) {
-    let (low, high) = bytes.split_at(16);
-    for (i, value) in out.iter_mut().enumerate() {
-        let code = low_pair(low, i) + 4 * (high[i / 8] >> (i % 8) & 1);
-        *value = (code as i32 - 4) as f32 * scale;
     }
 }
 

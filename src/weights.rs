@@ -19,7 +19,9 @@ use crate::disk::read_exact_at;
 use crate::error::Result;
 use crate::quant::{Encoded, FP8_BLOCK};
 use crate::safetensors::Directory;
-use std::sync::OnceLock;
+use crate::sys::Pages;
+use std::fmt::Display;
+use std::sync::{Arc, OnceLock};
 
 mod source;
 pub use source::{MatrixSource, Span};
@@ -28,9 +30,12 @@ pub use source::{MatrixSource, Span};
 pub struct Matrix {
     /// Shape, format and place.
     pub source: MatrixSource,
-    /// Weights, then scales; set once, by loading.
-    bytes: OnceLock<Vec<u8>>,
+    /// Weights, then scales, from an offset on; set once, by loading.
+    bytes: OnceLock<(Arc<Pages>, usize)>,
 }
+
+/// Where a matrix starts within the memory of all: rows then start as they lie on the disk.
+const MATRIX_ALIGN: usize = 64;
 
 impl Matrix {
     fn bind(directory: &Directory, name: &str, rows: usize, cols: usize) -> Result<Matrix> {
@@ -40,17 +45,11 @@ impl Matrix {
         })
     }
 
-    fn load(&self, directory: &Directory) -> Result<()> {
-        let mut bytes = vec![0; self.source.bytes()];
-        self.source.read(directory, &mut bytes)?;
-        assert!(self.bytes.set(bytes).is_ok(), "{} is loaded twice", self.source.name);
-        Ok(())
-    }
-
     /// The loaded matrix, ready to decode. Panics when it was never loaded.
     pub fn encoded(&self) -> Encoded<'_> {
         let bytes = self.bytes.get();
-        self.source.encoded(bytes.unwrap_or_else(|| panic!("{} is not loaded", self.source.name)))
+        let (pages, start) = bytes.unwrap_or_else(|| panic!("{} is not loaded", self.source.name));
+        self.source.encoded(&pages[*start..*start + self.source.bytes()])
     }
 }
 
@@ -65,9 +64,15 @@ impl Embedding {
         &self.source
     }
 
-    /// Reads the row of `token` into `out [D]`. The token must be below the vocabulary size.
-    pub fn read(&self, directory: &Directory, token: u32, out: &mut [f32]) -> Result<()> {
-        self.source.read_row(directory, token as usize, out)
+    /// Reads the row of `token` into `out [D]`, through `buffer`. The token must be below the vocabulary size.
+    pub fn read(
+        &self,
+        directory: &Directory,
+        token: u32,
+        out: &mut [f32],
+        buffer: &mut Vec<u8>,
+    ) -> Result<()> {
+        self.source.read_row(directory, token as usize, out, buffer)
     }
 }
 
@@ -221,18 +226,29 @@ impl Weights {
 
     /// Reads every resident matrix. `progress` is called with the bytes read so far.
     pub fn load(&self, directory: &Directory, mut progress: impl FnMut(usize)) -> Result<()> {
-        let mut done = 0;
+        let mut pages = Pages::new(self.resident_bytes())?;
+        let (mut start, mut starts) = (0, Vec::new());
         for matrix in self.resident() {
-            matrix.load(directory)?;
-            done += matrix.source.bytes();
-            progress(done);
+            let end = start + matrix.source.bytes();
+            matrix.source.read(directory, &mut pages[start..end])?;
+            starts.push(start);
+            start = end.next_multiple_of(MATRIX_ALIGN);
+            progress(end);
+        }
+        let pages = Arc::new(pages);
+        for (matrix, start) in self.resident().into_iter().zip(starts) {
+            let place = (Arc::clone(&pages), start);
+            assert!(matrix.bytes.set(place).is_ok(), "{} is loaded twice", matrix.source.name);
         }
         Ok(())
     }
 
     /// Bytes that [`Weights::load`] reads and keeps.
     pub fn resident_bytes(&self) -> usize {
-        self.resident().iter().map(|matrix| matrix.source.bytes()).sum()
+        let end = |start: usize, matrix: &&Matrix| {
+            start.next_multiple_of(MATRIX_ALIGN) + matrix.source.bytes()
+        };
+        self.resident().iter().fold(0, end)
     }
 
     /// Which layers have an indexer, and so cache index keys.
@@ -395,7 +411,7 @@ fn vector(directory: &Directory, name: &str, n: usize) -> Result<Vec<f32>> {
         bail!("tensor {name}: expected plain floats, found quantized {}", source.format);
     }
     let mut values = vec![0.0; n];
-    source.read_row(directory, 0, &mut values)?;
+    source.read_row(directory, 0, &mut values, &mut Vec::new())?;
     if let Some(i) = values.iter().position(|value| !value.is_finite()) {
         bail!("tensor {name}: element {i} is {}, expected a finite number", values[i]);
     }
@@ -403,7 +419,12 @@ fn vector(directory: &Directory, name: &str, n: usize) -> Result<Vec<f32>> {
 }
 
 /// Reads the span `what` into `buffer`, whose length is the span's.
-fn read_span(directory: &Directory, what: &str, span: Span, buffer: &mut [u8]) -> Result<()> {
+fn read_span(
+    directory: &Directory,
+    what: impl Display,
+    span: Span,
+    buffer: &mut [u8],
+) -> Result<()> {
     let shard = &directory.shards()[span.shard];
     read_exact_at(&shard.file, &shard.path, what, span.offset, buffer)
 }

@@ -15,8 +15,8 @@ use colibri::weights::{Mlp, Weights};
 use common::{Trace, all_logits, difference, fixture, integers, open, read_floats, read_json};
 use std::collections::BTreeSet;
 
-/// The engine's float32 sums stay well within this of the float64 ones.
-const MAX_ABS: f64 = 1e-4;
+/// What 16-bit activations may move a logit of these small models, against float64 sums.
+const MAX_ABS: f64 = 1e-3;
 /// What the fixtures' generator asks of every router and index cut: no rounding can turn one, so
 /// no choice may differ.
 const CUT_MIN: f64 = 3e-4;
@@ -157,7 +157,12 @@ fn formats_of(engine: &Engine, name: &str) -> (BTreeSet<Format>, BTreeSet<Format
 fn check_fixture(name: &str, residents: &[&str], experts: &[&str]) {
     let name = &format!("formats/{name}");
     let dir = fixture(name);
-    let options = Options { ctx_tokens: 64, chunk_rows: 16, limit: Limit::SlotsPerLayer(1) };
+    let options = Options {
+        ctx_tokens: 64,
+        chunk_rows: 16,
+        limit: Limit::SlotsPerLayer(1),
+        ..Options::default()
+    };
     let engine = open(&dir, options);
     let named = |names: &[&str]| names.iter().map(|n| format_named(n)).collect::<BTreeSet<_>>();
     assert_eq!(formats_of(&engine, name), (named(residents), named(experts)), "{name}: formats");

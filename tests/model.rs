@@ -15,7 +15,12 @@ use common::{
 
 /// One expert slot a layer, so that every test also reads, evicts and reads again.
 fn tight() -> Options {
-    Options { ctx_tokens: 700, chunk_rows: 64, limit: Limit::SlotsPerLayer(1) }
+    Options {
+        ctx_tokens: 700,
+        chunk_rows: 64,
+        limit: Limit::SlotsPerLayer(1),
+        ..Options::default()
+    }
 }
 
 /// Tokens, logits, experts and keys of one fixture.
@@ -156,7 +161,8 @@ fn chunks_cache_and_prefix_reuse_give_the_same_bits() {
         for (chunk_rows, limit) in
             [(1, Limit::SlotsPerLayer(1)), (7, Limit::SlotsPerLayer(3)), (1000, Limit::Available)]
         {
-            let engine = open(&dir, Options { chunk_rows, limit, ctx_tokens: 256 });
+            let engine =
+                open(&dir, Options { chunk_rows, limit, ctx_tokens: 256, ..Options::default() });
             let got = bits(&all_logits(&engine, &full, &mut Unobserved));
             assert!(got == want, "{name}: chunks of {chunk_rows}");
         }
@@ -242,7 +248,7 @@ fn non_finite_values_stop_with_layer_and_position() {
 fn a_common_prefix_is_not_computed_again() {
     struct Positions(Vec<usize>);
     impl Observer for Positions {
-        fn routed(&mut self, _: usize, position: usize, _: &[(usize, f32)]) {
+        fn routed(&mut self, _: usize, position: usize, _: &[(u32, f32)]) {
             self.0.push(position);
         }
     }

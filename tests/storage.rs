@@ -11,7 +11,12 @@ use colibri::safetensors::Directory;
 use colibri::weights::{Mlp, Weights};
 use common::{TempDir, TestTensor, fixture, read_safetensors, write_safetensors};
 
-const OPTIONS: Options = Options { ctx_tokens: 64, chunk_rows: 16, limit: Limit::SlotsPerLayer(1) };
+const OPTIONS: Options = Options {
+    ctx_tokens: 64,
+    chunk_rows: 16,
+    limit: Limit::SlotsPerLayer(1),
+    ..Options::default()
+};
 
 /// Opens `a_seed` after `change` was applied to its tensors; the error's text, if any.
 fn open_changed(name: &str, change: impl FnOnce(&mut Vec<TestTensor>)) -> Result<(), String> {
@@ -131,7 +136,8 @@ fn the_expert_store_never_exceeds_its_budget_and_returns_the_files_bytes() {
     // Two disjoint sets in turn, then one that fits.
     let order = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 3, 4, 5, 5, 4, 3];
     for e in order {
-        let expert = store.get(&directory, (layer, e), &moe.experts[e]).unwrap();
+        assert_eq!(store.load(&directory, layer, &[e as u32], &moe.experts).unwrap(), 1);
+        let expert = store.expert((layer, e), &moe.experts[e]);
         let name = format!("model.layers.{layer}.mlp.experts.{e}.down_proj.weight");
         let want = &file.iter().find(|tensor| tensor.name == name).unwrap().bytes;
         assert!(expert.down.weights == &want[..], "{name}");

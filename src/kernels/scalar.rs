@@ -1,15 +1,19 @@
-//! The specification of the arithmetic, in plain code that runs on any CPU.
+//! The specification of the arithmetic, in plain code that runs on any CPU, one row at a time.
 //!
-//! * [`dot`]: 16 lanes, lane l takes elements l, l+16, … by fused multiply-add in ascending
-//!   order; then the lanes are added as a tree of 8, 4, 2, 1.
-//! * [`axpy`]: one fused multiply-add per element; a sum of many is their sequence.
+//! * [`dot`], [`quantized_dot`], [`absorb`], [`mix`]: the sums; see the parent module.
 //! * [`exp`], [`sigmoid`], [`silu`], [`sin_cos`]: own polynomials with a fixed operation order,
 //!   because libm differs between systems.
-//! * [`softmax`]: maximum, exponentials and their sum in ascending order, one division each.
+//! * [`softmax`]: maximum, exponentials, their sum over 16 lanes, one division each.
+//! * [`axpy`], [`add`]: one operation per element; a sum of many is their sequence.
 //!
+//! Loops over elements are written without branches, so that the compiler can vectorize them for
+//! any instruction set: it must not reorder or contract them, so the bits stay.
 //! Nothing here knows about shapes of the model, threads or files.
 
 #![forbid(unsafe_code)]
+
+use super::activations::{BLOCK, Block, Order};
+use crate::quant::Encoded;
 
 /// Lanes of a float dot product: one AVX-512 register, or two of AVX2.
 pub const LANES: usize = 16;
@@ -21,19 +25,25 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     let (a_blocks, a_tail) = a.as_chunks::<LANES>();
     let (b_blocks, b_tail) = b.as_chunks::<LANES>();
     for (a, b) in a_blocks.iter().zip(b_blocks) {
-        for l in 0..LANES {
-            lanes[l] = a[l].mul_add(b[l], lanes[l]);
-        }
+        fma_lanes(a, b, &mut lanes);
     }
-    // The tail fills the first lanes; the others are left as they are.
-    for (l, (a, b)) in a_tail.iter().zip(b_tail).enumerate() {
-        lanes[l] = a.mul_add(*b, lanes[l]);
+    if !a_tail.is_empty() {
+        let (mut a, mut b) = ([0.0; LANES], [0.0; LANES]);
+        a[..a_tail.len()].copy_from_slice(a_tail);
+        b[..b_tail.len()].copy_from_slice(b_tail);
+        fma_lanes(&a, &b, &mut lanes);
     }
     lane_sum(lanes)
 }
 
+fn fma_lanes(a: &[f32; LANES], b: &[f32; LANES], lanes: &mut [f32; LANES]) {
+    for l in 0..LANES {
+        lanes[l] = a[l].mul_add(b[l], lanes[l]);
+    }
+}
+
 /// The sum of 16 lanes as a tree: l + (l+8), then 4, 2, 1.
-fn lane_sum(mut lanes: [f32; LANES]) -> f32 {
+pub fn lane_sum(mut lanes: [f32; LANES]) -> f32 {
     for half in [8, 4, 2, 1] {
         for l in 0..half {
             lanes[l] += lanes[l + half];
@@ -42,7 +52,77 @@ fn lane_sum(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
+/// Row `row` of `matrix`, a format of integers, times quantized activations.
+///
+/// `codes` is scratch. Columns behind the end of the row have the code and the scale 0.
+pub fn quantized_dot(
+    matrix: &Encoded<'_>,
+    row: usize,
+    x: &[Block],
+    order: Order,
+    codes: &mut Vec<i16>,
+) -> f32 {
+    codes.clear();
+    codes.resize(x.len() * BLOCK, 0);
+    matrix.each_code(row, |col, code| codes[col] = code);
+    let mut lanes = [0.0f32; LANES];
+    for (b, (x, codes)) in x.iter().zip(codes.chunks_exact(BLOCK)).enumerate() {
+        let mut sums = [0i32; LANES];
+        for (i, x) in x.planes.as_flattened().iter().enumerate() {
+            sums[i % 32 / 2] += codes[order.column(i)] as i32 * *x as i32;
+        }
+        for l in 0..LANES {
+            let scale = match matrix.format.row_scaled() {
+                true => x.scales[l],
+                false => group_scale(matrix, row, b, l) * x.scales[l],
+            };
+            lanes[l] = (sums[l] as f32).mul_add(scale, lanes[l]);
+        }
+    }
+    let sum = lane_sum(lanes);
+    if matrix.format.row_scaled() { sum * matrix.scale(row, 0) } else { sum }
+}
+
+/// The scale of the group that lane `lane` of block `block` lies in; 0 behind the row's end.
+fn group_scale(matrix: &Encoded<'_>, row: usize, block: usize, lane: usize) -> f32 {
+    let col = BLOCK * block + BLOCK / LANES * lane;
+    if col < matrix.cols { matrix.scale(row, col) } else { 0.0 }
+}
+
+/// q · K for the rows `first_row…` of `matrix` as K `[q.len(), cols]`, into `out [cols]`:
+/// out[c] = Σ_j code[j, c] · (q[j] · scale[j, c]), j ascending. For formats of floats the code is
+/// the decoded value and the scale 1.
+pub fn absorb(
+    matrix: &Encoded<'_>,
+    first_row: usize,
+    q: &[f32],
+    row: &mut Vec<f32>,
+    out: &mut [f32],
+) {
+    out.fill(0.0);
+    row.resize(matrix.cols, 0.0);
+    for (j, q) in q.iter().enumerate() {
+        let j = first_row + j;
+        if Order::of(matrix.format).is_none() {
+            matrix.decode_row(j, row);
+            axpy(*q, row, out);
+            continue;
+        }
+        matrix.each_code(j, |c, code| {
+            out[c] = (code as f32).mul_add(q * matrix.scale(j, c), out[c]);
+        });
+    }
+}
+
+/// out += Σ_i weights[i] · rows(i), i ascending, one fused multiply-add per element.
+pub fn mix<'a>(weights: &[f32], rows: impl Fn(usize) -> &'a [f32], out: &mut [f32]) {
+    for (i, weight) in weights.iter().enumerate() {
+        axpy(*weight, &rows(i)[..out.len()], out);
+    }
+}
+
 /// y += a · x, one fused multiply-add per element. Panics when the lengths differ.
+#[inline(always)]
 pub fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), y.len(), "axpy of vectors of different lengths");
     for (y, x) in y.iter_mut().zip(x) {
@@ -51,6 +131,7 @@ pub fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
 }
 
 /// y += x.
+#[inline(always)]
 pub fn add(x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), y.len(), "sum of vectors of different lengths");
     for (y, x) in y.iter_mut().zip(x) {
@@ -62,38 +143,42 @@ pub fn add(x: &[f32], y: &mut [f32]) {
 ///
 /// x = n·ln 2 + r with |r| ≤ ½ ln 2, eʳ by its Taylor series to r⁷ (the next term is below
 /// 6e-9 of the sum, a tenth of an ulp), then 2ⁿ in two factors so that subnormals come out.
+#[inline(always)]
 pub fn exp(x: f32) -> f32 {
     const LN2_HIGH: f32 = 355.0 / 512.0; // ln 2 to 9 bits: n · LN2_HIGH is exact
     const LN2_LOW: f32 = -2.121_944_4e-4; // ln 2 − 355/512
-    if x > 88.73 {
-        return f32::INFINITY;
-    }
-    if x < -104.0 {
-        return 0.0;
-    }
-    let n = (x * std::f32::consts::LOG2_E).round_ties_even();
-    let r = n.mul_add(-LN2_HIGH, x);
+    // Adding 1.5·2²³ leaves the nearest integer in the low bits, ties to even.
+    const ROUND: f32 = 12_582_912.0;
+    let inside = x.clamp(-105.0, 89.0);
+    let shifted = inside * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let r = n.mul_add(-LN2_HIGH, inside);
     let r = n.mul_add(-LN2_LOW, r);
     let mut sum = 1.0f32 / 5040.0;
     for coefficient in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
         sum = sum.mul_add(r, coefficient);
     }
-    let half = (n as i32) / 2;
-    sum * power_of_two(half) * power_of_two(n as i32 - half)
+    let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+    let half = n >> 1;
+    let value = sum * power_of_two(half) * power_of_two(n.wrapping_sub(half));
+    let value = if x > 88.73 { f32::INFINITY } else { value };
+    if x < -104.0 { 0.0 } else { value }
 }
 
-/// 2ⁿ for −126 ≤ n ≤ 127.
+/// 2ⁿ for −126 ≤ n ≤ 127; anything for other n.
+#[inline(always)]
 fn power_of_two(n: i32) -> f32 {
-    debug_assert!((-126..=127).contains(&n));
-    f32::from_bits(((n + 127) as u32) << 23)
+    f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
 /// 1 / (1 + e⁻ˣ).
+#[inline(always)]
 pub fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
 /// x · sigmoid(x).
+#[inline(always)]
 pub fn silu(x: f32) -> f32 {
     x * sigmoid(x)
 }
@@ -130,16 +215,38 @@ pub fn sin_cos(x: f32) -> (f32, f32) {
     (sin as f32, cos as f32)
 }
 
-/// Turns scores into probabilities in place: e^(s − max), divided by their ascending sum.
+/// 1 / √(sum / n + eps). A sum that overflowed gives NaN, which the checks of router, indexer and
+/// logits then report; 1 / √∞ = 0 would hide it.
+pub fn inverse_root(square_sum: f32, n: usize, eps: f32) -> f32 {
+    if square_sum.is_finite() { 1.0 / (square_sum / n as f32 + eps).sqrt() } else { f32::NAN }
+}
+
+/// Turns scores into probabilities in place: e^(s − max), divided by their sum, which is taken
+/// like that of a dot product: 16 lanes, then the tree.
 ///
 /// An empty slice stays empty. Non-finite scores give non-finite results: callers check.
+#[inline(always)]
 pub fn softmax(scores: &mut [f32]) {
-    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let mut sum = 0.0f32;
-    for score in scores.iter_mut() {
-        *score = exp(*score - max);
-        sum += *score;
+    let larger = |max: f32, score: f32| if score > max { score } else { max };
+    let mut maxima = [f32::NEG_INFINITY; LANES];
+    let (chunks, tail) = scores.as_chunks::<LANES>();
+    for chunk in chunks {
+        maxima = std::array::from_fn(|l| larger(maxima[l], chunk[l]));
     }
+    let max = maxima.iter().chain(tail).fold(f32::NEG_INFINITY, |max, score| larger(max, *score));
+    let mut sums = [0.0f32; LANES];
+    let (chunks, tail) = scores.as_chunks_mut::<LANES>();
+    for chunk in chunks {
+        for (score, sum) in chunk.iter_mut().zip(&mut sums) {
+            *score = exp(*score - max);
+            *sum += *score;
+        }
+    }
+    for (score, sum) in tail.iter_mut().zip(&mut sums) {
+        *score = exp(*score - max);
+        *sum += *score;
+    }
+    let sum = lane_sum(sums);
     for score in scores.iter_mut() {
         *score /= sum;
     }

@@ -74,27 +74,37 @@ impl MatrixSource {
         let (weights, scales) = buffer.split_at_mut(self.weights.bytes);
         read_span(directory, &self.name, self.weights, weights)?;
         match self.scales {
-            Some(span) => read_span(directory, &format!("scales of {}", self.name), span, scales),
+            Some(span) => {
+                read_span(directory, format_args!("scales of {}", self.name), span, scales)
+            }
             None => Ok(()),
         }
     }
 
-    /// Decodes the one row `row` into `out [cols]`, reading only that row and its scales.
-    pub fn read_row(&self, directory: &Directory, row: usize, out: &mut [f32]) -> Result<()> {
+    /// Decodes the one row `row` into `out [cols]`, reading only that row and its scales, through
+    /// `buffer`.
+    pub fn read_row(
+        &self,
+        directory: &Directory,
+        row: usize,
+        out: &mut [f32],
+        buffer: &mut Vec<u8>,
+    ) -> Result<()> {
         assert!(row < self.rows, "row {row} of {} rows of {}", self.rows, self.name);
-        let mut weights = vec![0; self.format.row_bytes(self.cols)];
-        let span = self.weights.part(row * weights.len(), weights.len());
-        read_span(directory, &self.name, span, &mut weights)?;
+        let row_bytes = self.format.row_bytes(self.cols);
+        let scale_bytes = self.format.scale_bytes(1, self.cols);
+        buffer.resize(row_bytes + scale_bytes, 0);
+        let (weights, scales) = buffer.split_at_mut(row_bytes);
+        let span = self.weights.part(row * row_bytes, row_bytes);
+        read_span(directory, &self.name, span, weights)?;
         // Only FP8 shares scales among rows: its block row is read as that of row 0.
         let scale_row = if self.format == Format::Fp8Block { row / FP8_BLOCK } else { row };
-        let mut scales = vec![0; self.format.scale_bytes(1, self.cols)];
         if let Some(span) = self.scales {
-            let span = span.part(scale_row * scales.len(), scales.len());
-            read_span(directory, &format!("scales of {}", self.name), span, &mut scales)?;
+            let span = span.part(scale_row * scale_bytes, scale_bytes);
+            read_span(directory, format_args!("scales of {}", self.name), span, scales)?;
         }
         let (format, cols, scalar) = (self.format, self.cols, self.scalar);
-        Encoded { format, rows: 1, cols, weights: &weights, scales: &scales, scalar }
-            .decode_row(0, out);
+        Encoded { format, rows: 1, cols, weights, scales, scalar }.decode_row(0, out);
         Ok(())
     }
 

@@ -101,11 +101,11 @@ impl Trace {
 }
 
 impl Observer for Trace {
-    fn routed(&mut self, layer: usize, position: usize, route: &[(usize, f32)]) {
+    fn routed(&mut self, layer: usize, position: usize, route: &[(u32, f32)]) {
         let j = self.sparse_layers.iter().position(|l| *l == layer).unwrap();
         let mut want = integers(&self.router[j].as_array().unwrap()[position]);
         want.sort_unstable();
-        let got: Vec<u32> = route.iter().map(|(e, _)| *e as u32).collect();
+        let got: Vec<u32> = route.iter().map(|(e, _)| *e).collect();
         assert_eq!(got, want, "experts of layer {layer}, position {position}");
         self.routed += 1;
     }

@@ -1,0 +1,370 @@
+//! The sums of latent attention, over vectors: queries absorbed into keys, scores of queries with
+//! cached rows, and cached rows mixed by their probabilities.
+//!
+//! Cached rows and queries are padded to whole chunks of 16 floats, so no sum has a ragged end.
+
+#![forbid(unsafe_code)]
+
+use super::activations::{BLOCK, Order};
+use super::codes::{Bf16, Code, F16, F32, FloatCode, Fp8, Groups, Int2, Int3, Int4, Int8, Nvfp4};
+use super::scalar::{self, LANES};
+use super::simd::Simd;
+use super::tiles::{FloatDots, Scratch, block_bytes, decode_floats, signed_planes, squares};
+use super::{Kernel, fit};
+use crate::float::f32_at;
+use crate::quant::{Encoded, Format};
+use std::ops::Range;
+
+/// Chunks of 16 columns of a block.
+const BLOCK_CHUNKS: usize = BLOCK / LANES;
+
+/// Rows of a cache, some of which a query may see.
+#[derive(Clone, Copy)]
+pub struct Keys<'a> {
+    /// `[positions, chunks]`
+    pub rows: &'a [[f32; LANES]],
+    /// Chunks of 16 floats of a row.
+    pub chunks: usize,
+    /// Positions of the keys; `None`: key i is at position i.
+    pub positions: Option<&'a [u32]>,
+}
+
+impl<'a> Keys<'a> {
+    /// The row of key i.
+    #[inline(always)]
+    fn row(&self, i: usize) -> &'a [[f32; LANES]] {
+        let position = self.positions.map_or(i, |positions| positions[i] as usize);
+        &self.rows[position * self.chunks..(position + 1) * self.chunks]
+    }
+}
+
+/// scores[h, i] = (query[h] · key[i]) · scale for the keys `range`.
+pub struct Scores<'a> {
+    /// `[H, chunks]`
+    pub queries: &'a [[f32; LANES]],
+    /// What they are compared with.
+    pub keys: Keys<'a>,
+    /// Which keys.
+    pub range: Range<usize>,
+    /// 1 / √(width of a head)
+    pub scale: f32,
+    /// `[H, stride]`
+    pub scores: &'a mut [f32],
+    /// Keys that `scores` has room for.
+    pub stride: usize,
+    /// Buffers.
+    pub scratch: &'a mut Scratch,
+}
+
+impl Kernel for Scores<'_> {
+    type Output = ();
+
+    fn scalar(self) {
+        let Scores { queries, keys, range, scale, scores, stride, .. } = self;
+        for (query, scores) in queries.chunks_exact(keys.chunks).zip(scores.chunks_mut(stride)) {
+            for i in range.clone() {
+                let key = keys.row(i).as_flattened();
+                scores[i] = scalar::dot(query.as_flattened(), key) * scale;
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn vector<S: Simd>(self, simd: S) {
+        let Scores { queries, keys, range, scale, scores, stride, scratch } = self;
+        let (chunks, first) = (keys.chunks, range.start);
+        let dots = FloatDots {
+            row: |i: usize| keys.row(first + i),
+            token: |h: usize| &queries[h * chunks..(h + 1) * chunks],
+        };
+        let shape = [range.len(), queries.len() / chunks];
+        squares(simd, &dots, shape, chunks, &mut scratch.sums, |h, i, sums| {
+            let scores = &mut scores[h * stride + first + i..];
+            for (score, sum) in scores.iter_mut().zip(sums) {
+                *score = sum * scale;
+            }
+        });
+    }
+}
+
+/// out[h] += Σ_i weights[h, i] · key[i] over the keys `range`, ascending.
+pub struct Mix<'a> {
+    /// `[H, stride]`
+    pub weights: &'a [f32],
+    /// Keys that `weights` has room for.
+    pub stride: usize,
+    /// What is mixed; the first chunks of each row.
+    pub keys: Keys<'a>,
+    /// Which keys.
+    pub range: Range<usize>,
+    /// `[H, chunks]`
+    pub out: &'a mut [[f32; LANES]],
+    /// Chunks of 16 floats of a row of `out`.
+    pub chunks: usize,
+}
+
+impl Kernel for Mix<'_> {
+    type Output = ();
+
+    fn scalar(self) {
+        let Mix { weights, stride, keys, range, out, chunks } = self;
+        for (out, weights) in out.chunks_exact_mut(chunks).zip(weights.chunks(stride)) {
+            let row = |i: usize| keys.row(range.start + i).as_flattened();
+            scalar::mix(&weights[range.clone()], row, out.as_flattened_mut());
+        }
+    }
+
+    #[inline(always)]
+    fn vector<S: Simd>(self, simd: S) {
+        let Mix { weights, stride, keys, range, out, chunks } = self;
+        let weight = |h: usize, i: usize, _: usize| simd.splat(weights[h * stride + i]);
+        let row = |i: usize| keys.row(i);
+        mix_rows(simd, row, weight, range, out, chunks);
+    }
+}
+
+/// out[h] += Σ_i weight(h, i, block of 8 chunks) · row(i), i ascending, in squares of registers.
+#[inline(always)]
+fn mix_rows<'a, S: Simd>(
+    simd: S,
+    row: impl Fn(usize) -> &'a [[f32; LANES]] + Copy,
+    weight: impl Fn(usize, usize, usize) -> S::F + Copy,
+    range: Range<usize>,
+    out: &mut [[f32; LANES]],
+    chunks: usize,
+) {
+    let heads = out.len() / chunks;
+    let (height, width) = if S::WIDE { (4, 4) } else { (2, 2) };
+    let mut head = 0;
+    while head < heads {
+        let high = if heads - head >= height { height } else { 1 };
+        let mut chunk = 0;
+        while chunk < chunks {
+            let wide = if chunks - chunk >= width { width } else { 1 };
+            let (at, range) = ([head, chunk], range.clone());
+            match (high, wide) {
+                (4, 4) => mix_square::<S, 4, 4>(simd, row, weight, range, out, chunks, at),
+                (4, _) => mix_square::<S, 4, 1>(simd, row, weight, range, out, chunks, at),
+                (2, 2) => mix_square::<S, 2, 2>(simd, row, weight, range, out, chunks, at),
+                (2, _) => mix_square::<S, 2, 1>(simd, row, weight, range, out, chunks, at),
+                (_, 4) => mix_square::<S, 1, 4>(simd, row, weight, range, out, chunks, at),
+                (_, 2) => mix_square::<S, 1, 2>(simd, row, weight, range, out, chunks, at),
+                _ => mix_square::<S, 1, 1>(simd, row, weight, range, out, chunks, at),
+            }
+            chunk += wide;
+        }
+        head += high;
+    }
+}
+
+/// One square of `H` heads and `C` chunks.
+#[inline(always)]
+fn mix_square<'a, S: Simd, const H: usize, const C: usize>(
+    simd: S,
+    row: impl Fn(usize) -> &'a [[f32; LANES]],
+    weight: impl Fn(usize, usize, usize) -> S::F,
+    range: Range<usize>,
+    out: &mut [[f32; LANES]],
+    chunks: usize,
+    [head, chunk]: [usize; 2],
+) {
+    let at = |h: usize, c: usize| (head + h) * chunks + chunk + c;
+    let mut sums: [[S::F; C]; H] =
+        std::array::from_fn(|h| std::array::from_fn(|c| simd.load(&out[at(h, c)])));
+    for i in range {
+        let row = &row(i)[chunk..chunk + C];
+        let values: [S::F; C] = std::array::from_fn(|c| simd.load(&row[c]));
+        for h in 0..H {
+            let weight = weight(head + h, i, chunk / BLOCK_CHUNKS);
+            for c in 0..C {
+                sums[h][c] = simd.fma(weight, values[c], sums[h][c]);
+            }
+        }
+    }
+    for h in 0..H {
+        for c in 0..C {
+            simd.store(sums[h][c], &mut out[at(h, c)]);
+        }
+    }
+}
+
+/// out[t] = q[t] · K, K the rows `first_row…` of `matrix`; see [`scalar::absorb`].
+pub struct Absorb<'a> {
+    /// Holds K as `nope` rows of `cols`.
+    pub matrix: Encoded<'a>,
+    /// First row of K.
+    pub first_row: usize,
+    /// Query t is `queries[t · query_stride..][..nope]`
+    pub queries: &'a [f32],
+    /// Floats from one query to the next.
+    pub query_stride: usize,
+    /// Rows of K, and width of a query.
+    pub nope: usize,
+    /// Result t is `out[t · out_stride..][..cols]`
+    pub out: &'a mut [f32],
+    /// Floats from one result to the next.
+    pub out_stride: usize,
+    /// Results.
+    pub count: usize,
+    /// Buffers.
+    pub scratch: &'a mut Scratch,
+}
+
+impl Kernel for Absorb<'_> {
+    type Output = ();
+
+    fn scalar(self) {
+        let mut row = Vec::new();
+        for t in 0..self.count {
+            let query = &self.queries[t * self.query_stride..][..self.nope];
+            let out = &mut self.out[t * self.out_stride..][..self.matrix.cols];
+            scalar::absorb(&self.matrix, self.first_row, query, &mut row, out);
+        }
+    }
+
+    #[inline(always)]
+    fn vector<S: Simd>(self, simd: S) {
+        match self.matrix.format {
+            Format::Int8Row => absorb::<S, Int8>(simd, self),
+            Format::Int4Row | Format::Int4Group(_) => absorb::<S, Int4>(simd, self),
+            Format::Int2Row => absorb::<S, Int2>(simd, self),
+            Format::Int3Group64 => absorb::<S, Int3>(simd, self),
+            Format::Nvfp4 => absorb::<S, Nvfp4>(simd, self),
+            Format::F32 => absorb_floats::<S, F32>(simd, self),
+            Format::Bf16 => absorb_floats::<S, Bf16>(simd, self),
+            Format::F16 => absorb_floats::<S, F16>(simd, self),
+            Format::Fp8Block => absorb_floats::<S, Fp8>(simd, self),
+        }
+    }
+}
+
+/// The codes of one block as eight chunks of floats: chunk 2p + h has the halves h of plane p.
+#[inline(always)]
+fn block_floats<S: Simd, C: Code>(simd: S, bytes: &[u8]) -> [S::F; BLOCK_CHUNKS] {
+    let planes = signed_planes::<S, C>(simd, bytes);
+    std::array::from_fn(|i| {
+        let plane = planes[i / 2];
+        let words = if i % 2 == 0 { simd.shl(plane, 16) } else { plane };
+        simd.to_f(simd.sar(words, 16))
+    })
+}
+
+/// The column within its block of lane `lane` of chunk `chunk` of [`block_floats`].
+fn column(order: Order, chunk: usize, lane: usize) -> usize {
+    order.column(32 * (chunk / 2) + 2 * lane + chunk % 2)
+}
+
+#[inline(always)]
+fn absorb<S: Simd, C: Code>(simd: S, part: Absorb<'_>) {
+    let Absorb { matrix, first_row, queries, query_stride, nope, out, out_stride, count, scratch } =
+        part;
+    let groups = Groups::of(&matrix);
+    let blocks = matrix.cols.div_ceil(BLOCK);
+    let chunks = blocks * BLOCK_CHUNKS;
+    fit(&mut scratch.sums, count * chunks, [0.0; LANES]).fill([0.0; LANES]);
+    if count == 1 {
+        absorb_one::<S, C>(simd, &matrix, groups.as_ref(), first_row, &queries[..nope], scratch);
+    } else {
+        let Scratch { floats, scales, sums, .. } = scratch;
+        fit(floats, nope * chunks, [0.0; LANES]);
+        fit(scales, nope * blocks, [0.0; LANES]);
+        let sums = &mut sums[..count * chunks];
+        let mut padded = [0; 128];
+        for j in 0..nope {
+            let bytes = matrix.row(first_row + j);
+            for b in 0..blocks {
+                let block = block_bytes(bytes, b, C::BLOCK_BYTES, &mut padded);
+                let codes = block_floats::<S, C>(simd, block);
+                let first = j * chunks + b * BLOCK_CHUNKS;
+                for (code, out) in codes.into_iter().zip(&mut floats[first..]) {
+                    simd.store(code, out);
+                }
+                let scale = lane_scale(simd, &matrix, groups.as_ref(), first_row + j, b);
+                simd.store(scale, &mut scales[j * blocks + b]);
+            }
+        }
+        let weight = |t: usize, j: usize, b: usize| {
+            simd.mul(simd.splat(queries[t * query_stride + j]), simd.load(&scales[j * blocks + b]))
+        };
+        let row = |j: usize| &floats[j * chunks..(j + 1) * chunks];
+        mix_rows(simd, row, weight, 0..nope, sums, chunks);
+    }
+    for (t, sums) in scratch.sums.chunks_exact(chunks).take(count).enumerate() {
+        let out = &mut out[t * out_stride..][..matrix.cols];
+        for (chunk, lanes) in sums.iter().enumerate() {
+            let first = chunk / BLOCK_CHUNKS * BLOCK;
+            for (lane, value) in lanes.iter().enumerate() {
+                let col = first + column(C::ORDER, chunk % BLOCK_CHUNKS, lane);
+                if col < out.len() {
+                    out[col] = *value;
+                }
+            }
+        }
+    }
+}
+
+/// The scales of block `b` of a row, one per lane: its groups', or its own in all of them.
+#[inline(always)]
+fn lane_scale<S: Simd>(
+    simd: S,
+    matrix: &Encoded<'_>,
+    groups: Option<&Groups<'_>>,
+    row: usize,
+    b: usize,
+) -> S::F {
+    match groups {
+        Some(groups) => groups.lanes(simd, row, b),
+        None => simd.splat(f32_at(matrix.scales, row)),
+    }
+}
+
+/// One query: the sums of a block stay in registers while four rows of it pass.
+#[inline(always)]
+fn absorb_one<S: Simd, C: Code>(
+    simd: S,
+    matrix: &Encoded<'_>,
+    groups: Option<&Groups<'_>>,
+    first_row: usize,
+    query: &[f32],
+    scratch: &mut Scratch,
+) {
+    let mut padded = [0; 128];
+    for (i, query) in query.chunks(4).enumerate() {
+        for b in 0..matrix.cols.div_ceil(BLOCK) {
+            let out = &mut scratch.sums[b * BLOCK_CHUNKS..(b + 1) * BLOCK_CHUNKS];
+            let mut sums: [S::F; BLOCK_CHUNKS] = std::array::from_fn(|c| simd.load(&out[c]));
+            for (j, q) in query.iter().enumerate() {
+                let row = first_row + 4 * i + j;
+                let block = block_bytes(matrix.row(row), b, C::BLOCK_BYTES, &mut padded);
+                simd.prefetch(block.as_ptr().wrapping_add(4096));
+                let scale = lane_scale(simd, matrix, groups, row, b);
+                let weight = simd.mul(simd.splat(*q), scale);
+                let codes = block_floats::<S, C>(simd, block);
+                for (sum, code) in sums.iter_mut().zip(codes) {
+                    *sum = simd.fma(weight, code, *sum);
+                }
+            }
+            for (sum, out) in sums.into_iter().zip(out) {
+                simd.store(sum, out);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn absorb_floats<S: Simd, C: FloatCode>(simd: S, part: Absorb<'_>) {
+    let Absorb { matrix, first_row, queries, query_stride, nope, out, out_stride, count, scratch } =
+        part;
+    let chunks = matrix.cols.div_ceil(LANES);
+    let Scratch { floats, sums, .. } = scratch;
+    decode_floats::<S, C>(simd, &matrix, first_row..first_row + nope, floats);
+    let sums = fit(sums, count * chunks, [0.0; LANES]);
+    sums.fill([0.0; LANES]);
+    let weight = |t: usize, j: usize, _: usize| simd.splat(queries[t * query_stride + j]);
+    let row = |j: usize| &floats[j * chunks..(j + 1) * chunks];
+    mix_rows(simd, row, weight, 0..nope, sums, chunks);
+    for (t, sums) in sums.chunks_exact(chunks).enumerate() {
+        let out = &mut out[t * out_stride..][..matrix.cols];
+        out.copy_from_slice(&sums.as_flattened()[..out.len()]);
+    }
+}

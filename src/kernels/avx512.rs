@@ -1,0 +1,201 @@
+//! AVX-512 (F, BW, DQ, VL) with VNNI: one register holds the 16 lanes.
+
+#![allow(unsafe_code)]
+
+use super::Kernel;
+use super::scalar::LANES;
+use super::simd::Simd;
+use crate::cpu::Isa;
+use std::arch::x86_64::*;
+
+/// Proof that this processor has the instructions: only [`Avx512::detect`] makes one.
+#[derive(Clone, Copy)]
+pub struct Avx512(());
+
+impl Avx512 {
+    /// The token, on processors that have everything used here.
+    pub fn detect() -> Option<Avx512> {
+        Isa::Avx512.missing_feature().is_none().then_some(Avx512(()))
+    }
+}
+
+/// Compiles `kernel` with the instructions of this file.
+///
+/// # Safety
+/// The processor has them.
+// SAFETY: callers hold the token.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn run<K: Kernel>(token: Avx512, kernel: K) -> K::Output {
+    kernel.vector(token)
+}
+
+/// Evaluates an intrinsic or several.
+macro_rules! intrinsics {
+    ($($body:tt)*) => {
+        // SAFETY: `self` exists only where detection found these instructions; loads and stores
+        // go to references of exactly the size that they touch, with no alignment asked for.
+        unsafe { $($body)* }
+    };
+}
+
+impl Simd for Avx512 {
+    type F = __m512;
+    type I = __m512i;
+    const WIDE: bool = true;
+
+    fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        intrinsics!(run(self, kernel))
+    }
+    #[inline(always)]
+    fn prefetch(self, address: *const u8) {
+        intrinsics!(_mm_prefetch::<_MM_HINT_T0>(address.cast()))
+    }
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        intrinsics!(_mm512_set1_ps(x))
+    }
+    #[inline(always)]
+    fn load(self, x: &[f32; LANES]) -> __m512 {
+        intrinsics!(_mm512_loadu_ps(x.as_ptr()))
+    }
+    #[inline(always)]
+    fn load_bytes(self, x: &[u8; 64]) -> __m512i {
+        intrinsics!(_mm512_loadu_si512(x.as_ptr().cast()))
+    }
+    #[inline(always)]
+    fn store(self, x: __m512, out: &mut [f32; LANES]) {
+        intrinsics!(_mm512_storeu_ps(out.as_mut_ptr(), x))
+    }
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        intrinsics!(_mm512_add_ps(a, b))
+    }
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        intrinsics!(_mm512_mul_ps(a, b))
+    }
+    #[inline(always)]
+    fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        intrinsics!(_mm512_fmadd_ps(a, b, c))
+    }
+    #[inline(always)]
+    fn lane_sums(self, [a, b, c, d]: [__m512; 4]) -> [f32; 4] {
+        intrinsics!(
+            // Quarters of registers: [a0 a1 b0 b1] + [a2 a3 b2 b3] is the step of 8.
+            let fold8 = |x, y| {
+                let low = _mm512_shuffle_f32x4::<0x44>(x, y);
+                _mm512_add_ps(low, _mm512_shuffle_f32x4::<0xee>(x, y))
+            };
+            let (ab, cd) = (fold8(a, b), fold8(c, d));
+            let low = _mm512_shuffle_f32x4::<0x88>(ab, cd);
+            let by4 = _mm512_add_ps(low, _mm512_shuffle_f32x4::<0xdd>(ab, cd));
+            let by2 = _mm512_add_ps(by4, _mm512_permute_ps::<0x4e>(by4));
+            let by1 = _mm512_add_ps(by2, _mm512_permute_ps::<0xb1>(by2));
+            let mut lanes = [0.0; LANES];
+            _mm512_storeu_ps(lanes.as_mut_ptr(), by1);
+            [lanes[0], lanes[4], lanes[8], lanes[12]]
+        )
+    }
+    #[inline(always)]
+    fn pick(self, table: &[f32; 8], index: &[u32; LANES]) -> __m512 {
+        intrinsics!(
+            let table = _mm512_castps256_ps512(_mm256_loadu_ps(table.as_ptr()));
+            _mm512_permutexvar_ps(_mm512_loadu_si512(index.as_ptr().cast()), table)
+        )
+    }
+    #[inline(always)]
+    fn halves(self, x: &[u8; 32]) -> __m512 {
+        intrinsics!(_mm512_cvtph_ps(_mm256_loadu_si256(x.as_ptr().cast())))
+    }
+    #[inline(always)]
+    fn splat_i(self, x: i32) -> __m512i {
+        intrinsics!(_mm512_set1_epi32(x))
+    }
+    #[inline(always)]
+    fn load_i(self, x: &[i32; LANES]) -> __m512i {
+        intrinsics!(_mm512_loadu_si512(x.as_ptr().cast()))
+    }
+    #[inline(always)]
+    fn load_w(self, x: &[i16; 32]) -> __m512i {
+        intrinsics!(_mm512_loadu_si512(x.as_ptr().cast()))
+    }
+    #[inline(always)]
+    fn store_w(self, x: __m512i, out: &mut [i16; 32]) {
+        intrinsics!(_mm512_storeu_si512(out.as_mut_ptr().cast(), x))
+    }
+    #[inline(always)]
+    fn widen_i8(self, x: &[u8; 32]) -> __m512i {
+        intrinsics!(_mm512_cvtepi8_epi16(_mm256_loadu_si256(x.as_ptr().cast())))
+    }
+    #[inline(always)]
+    fn widen_u16(self, low: &[u8; 16], high: &[u8; 16]) -> __m512i {
+        intrinsics!(
+            let high = _mm_loadu_si128(high.as_ptr().cast());
+            let low = _mm_loadu_si128(low.as_ptr().cast());
+            _mm512_cvtepu16_epi32(_mm256_set_m128i(high, low))
+        )
+    }
+    #[inline(always)]
+    fn widen_u8(self, low: &[u8; 8], high: &[u8; 8]) -> __m512i {
+        intrinsics!(
+            let high = _mm_loadl_epi64(high.as_ptr().cast());
+            let low = _mm_loadl_epi64(low.as_ptr().cast());
+            _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(low, high))
+        )
+    }
+    #[inline(always)]
+    fn shl(self, x: __m512i, bits: u32) -> __m512i {
+        intrinsics!(_mm512_sllv_epi32(x, _mm512_set1_epi32(bits as i32)))
+    }
+    #[inline(always)]
+    fn shr(self, x: __m512i, bits: u32) -> __m512i {
+        intrinsics!(_mm512_srlv_epi32(x, _mm512_set1_epi32(bits as i32)))
+    }
+    #[inline(always)]
+    fn sar(self, x: __m512i, bits: u32) -> __m512i {
+        intrinsics!(_mm512_srav_epi32(x, _mm512_set1_epi32(bits as i32)))
+    }
+    #[inline(always)]
+    fn and(self, a: __m512i, b: __m512i) -> __m512i {
+        intrinsics!(_mm512_and_si512(a, b))
+    }
+    #[inline(always)]
+    fn or(self, a: __m512i, b: __m512i) -> __m512i {
+        intrinsics!(_mm512_or_si512(a, b))
+    }
+    #[inline(always)]
+    fn equal(self, a: __m512i, b: __m512i) -> __m512i {
+        intrinsics!(_mm512_movm_epi32(_mm512_cmpeq_epi32_mask(a, b)))
+    }
+    #[inline(always)]
+    fn sub_w(self, a: __m512i, b: __m512i) -> __m512i {
+        intrinsics!(_mm512_sub_epi16(a, b))
+    }
+    #[inline(always)]
+    fn mul_i(self, a: __m512i, b: __m512i) -> __m512i {
+        intrinsics!(_mm512_mullo_epi32(a, b))
+    }
+    #[inline(always)]
+    fn dot_pairs(self, sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        intrinsics!(_mm512_dpwssd_epi32(sum, a, b))
+    }
+    #[inline(always)]
+    fn lookup(self, table: &[u8; 16], index: __m512i) -> __m512i {
+        intrinsics!(
+            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
+            _mm512_shuffle_epi8(table, index)
+        )
+    }
+    #[inline(always)]
+    fn to_f(self, x: __m512i) -> __m512 {
+        intrinsics!(_mm512_cvtepi32_ps(x))
+    }
+    #[inline(always)]
+    fn cast_f(self, x: __m512i) -> __m512 {
+        intrinsics!(_mm512_castsi512_ps(x))
+    }
+    #[inline(always)]
+    fn cast_i(self, x: __m512) -> __m512i {
+        intrinsics!(_mm512_castps_si512(x))
+    }
+}

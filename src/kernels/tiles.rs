@@ -1,0 +1,512 @@
+//! Products of a range of matrix rows with rows of activations, over vectors.
+//!
+//! One row of activations (decode): each weight row streams through registers once, four sums are
+//! folded together at a time, and memory is asked for ahead of its use. Several rows (prefill, or
+//! drafts to verify): a tile of weight rows is decoded once into scratch that fits the second
+//! cache level, and small squares of (weight rows × activation rows) are computed in registers.
+//! Both are the sums of [`super::scalar`], bit for bit: every result has its own lanes.
+
+#![forbid(unsafe_code)]
+
+use super::activations::{Activations, BLOCK, Block, Order};
+use super::codes::{Bf16, Code, F16, F32, FloatCode, Fp8, Groups, Int2, Int3, Int4, Int8, Nvfp4};
+use super::scalar::{self, LANES};
+use super::simd::Simd;
+use super::{Kernel, fit};
+use crate::float::f32_at;
+use crate::quant::{Encoded, FP8_BLOCK, Format};
+use std::ops::Range;
+
+/// How far ahead of its use weight memory is asked for: at 14 GB/s a core, about 300 ns.
+const PREFETCH_BYTES: usize = 4096;
+/// Decoded weights of a tile, in bytes: half of a second-level cache of 512 KiB.
+const TILE_BYTES: usize = 256 << 10;
+/// Most rows of a tile.
+const TILE_ROWS_MAX: usize = 64;
+/// Blocks of 128 columns that a square goes through before the next one: two activation rows of
+/// so many stay in the first cache level.
+const SEGMENT_BLOCKS: usize = 16;
+
+/// Buffers of one worker.
+#[derive(Default)]
+pub struct Scratch {
+    /// `[rows, blocks]` decoded integers
+    pub(super) planes: Vec<[[i16; 32]; 4]>,
+    /// `[rows, blocks]` scales per lane
+    pub(super) scales: Vec<[f32; LANES]>,
+    /// `[rows, chunks]` decoded floats
+    pub(super) floats: Vec<[f32; LANES]>,
+    /// `[rows, activation rows of a square]` lanes of unfinished sums
+    pub(super) sums: Vec<[f32; LANES]>,
+    /// A row of floats, for whoever needs one
+    pub row: Vec<f32>,
+    codes: Vec<i16>,
+}
+
+/// y[t, r] = W[rows[r]] · x[tokens[t]].
+pub struct ProductPart<'a> {
+    /// W `[O, I]`
+    pub matrix: Encoded<'a>,
+    /// Rows of W to compute.
+    pub rows: Range<usize>,
+    /// Rows of I features, in the form that the matrix needs
+    pub x: &'a Activations,
+    /// Which rows of `x`.
+    pub tokens: &'a [u32],
+    /// `[tokens, rows]`
+    pub y: &'a mut [f32],
+    /// Buffers.
+    pub scratch: &'a mut Scratch,
+}
+
+impl Kernel for ProductPart<'_> {
+    type Output = ();
+
+    fn scalar(self) {
+        let ProductPart { matrix, rows, x, tokens, y, scratch } = self;
+        let count = rows.len();
+        for (i, r) in rows.enumerate() {
+            if Order::of(matrix.format).is_none() {
+                matrix.decode_row(r, fit(&mut scratch.row, matrix.cols, 0.0));
+            }
+            for (t, token) in tokens.iter().enumerate() {
+                let token = *token as usize;
+                y[t * count + i] = match Order::of(matrix.format) {
+                    Some(order) => {
+                        let x = x.blocks(order, token);
+                        scalar::quantized_dot(&matrix, r, x, order, &mut scratch.codes)
+                    }
+                    None => {
+                        let x = &x.floats(token).as_flattened()[..matrix.cols];
+                        scalar::dot(&scratch.row[..matrix.cols], x)
+                    }
+                };
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn vector<S: Simd>(self, simd: S) {
+        match self.matrix.format {
+            Format::Int8Row => quantized::<S, Int8, false>(simd, self),
+            Format::Int4Row => quantized::<S, Int4, false>(simd, self),
+            Format::Int2Row => quantized::<S, Int2, false>(simd, self),
+            Format::Int4Group(_) => quantized::<S, Int4, true>(simd, self),
+            Format::Int3Group64 => quantized::<S, Int3, true>(simd, self),
+            Format::Nvfp4 => quantized::<S, Nvfp4, true>(simd, self),
+            Format::F32 => floats::<S, F32>(simd, self),
+            Format::Bf16 => floats::<S, Bf16>(simd, self),
+            Format::F16 => floats::<S, F16>(simd, self),
+            Format::Fp8Block => floats::<S, Fp8>(simd, self),
+        }
+    }
+}
+
+/// Integer weights; `GROUPED` tells whether scales belong to groups or to rows.
+#[inline(always)]
+fn quantized<S: Simd, C: Code, const GROUPED: bool>(simd: S, part: ProductPart<'_>) {
+    let ProductPart { matrix, rows, x, tokens, y, scratch } = part;
+    let groups = Groups::of(&matrix);
+    assert_eq!(groups.is_some(), GROUPED, "scales of {}", matrix.format);
+    let row_scale = |r: usize| if GROUPED { 1.0 } else { f32_at(matrix.scales, r) };
+    if let [token] = tokens {
+        let x = x.blocks(C::ORDER, *token as usize);
+        for first in rows.clone().step_by(4) {
+            let mut lanes = [simd.splat(0.0); 4];
+            let count = (rows.end - first).min(4);
+            for i in 0..count {
+                lanes[i] = row_lanes::<S, C>(simd, &matrix, groups.as_ref(), first + i, x);
+            }
+            let sums = simd.lane_sums(lanes);
+            for i in 0..count {
+                y[first - rows.start + i] = scaled::<GROUPED>(sums[i], row_scale(first + i));
+            }
+        }
+        return;
+    }
+    let blocks = matrix.cols.div_ceil(BLOCK);
+    for tile in tiles(rows.clone(), blocks * size_of::<[[i16; 32]; 4]>()) {
+        decode_tile::<S, C>(simd, &matrix, groups.as_ref(), tile.clone(), scratch);
+        let Scratch { planes, scales, sums, .. } = scratch;
+        let dots = IntegerDots::<GROUPED> { planes, scales, blocks, x, order: C::ORDER, tokens };
+        squares(simd, &dots, [tile.len(), tokens.len()], blocks, sums, |t, r, sums| {
+            let y = &mut y[t * rows.len() + tile.start - rows.start + r..];
+            for (i, (y, sum)) in y.iter_mut().zip(sums).enumerate() {
+                *y = scaled::<GROUPED>(*sum, row_scale(tile.start + r + i));
+            }
+        });
+    }
+}
+
+#[inline(always)]
+fn scaled<const GROUPED: bool>(sum: f32, row_scale: f32) -> f32 {
+    if GROUPED { sum } else { sum * row_scale }
+}
+
+/// Cuts `rows` into tiles whose decoded rows of `row_bytes` fit the scratch.
+#[inline(always)]
+fn tiles(rows: Range<usize>, row_bytes: usize) -> impl Iterator<Item = Range<usize>> {
+    let most = (TILE_BYTES / row_bytes.max(1)).clamp(4, TILE_ROWS_MAX) / 4 * 4;
+    let end = rows.end;
+    rows.step_by(most).map(move |first| first..(first + most).min(end))
+}
+
+/// Bytes of block `b` of a row; those of a ragged end are copied behind each other and padded.
+#[inline(always)]
+pub(super) fn block_bytes<'a>(
+    row: &'a [u8],
+    b: usize,
+    bytes: usize,
+    padded: &'a mut [u8; 128],
+) -> &'a [u8] {
+    let rest = &row[b * bytes..];
+    if rest.len() >= bytes {
+        return &rest[..bytes];
+    }
+    padded[..rest.len()].copy_from_slice(rest);
+    padded[rest.len()..].fill(0);
+    &padded[..bytes]
+}
+
+/// The lanes of one weight row times one activation row.
+#[inline(always)]
+fn row_lanes<S: Simd, C: Code>(
+    simd: S,
+    matrix: &Encoded<'_>,
+    groups: Option<&Groups<'_>>,
+    row: usize,
+    x: &[Block],
+) -> S::F {
+    let mut lanes = simd.splat(0.0);
+    let bytes = matrix.row(row);
+    let whole = bytes.chunks_exact(C::BLOCK_BYTES);
+    let rest = whole.remainder();
+    let mut step = |b: usize, bytes: &[u8], x: &Block| {
+        let planes = C::planes(simd, bytes);
+        let mut sums = match C::OFFSET {
+            0 => simd.splat_i(0),
+            offset => simd.mul_i(simd.load_i(&x.lane_sums), simd.splat_i(-offset)),
+        };
+        for (plane, x) in planes.into_iter().zip(&x.planes) {
+            sums = simd.dot_pairs(sums, plane, simd.load_w(x));
+        }
+        let mut scale = simd.load(&x.scales);
+        if let Some(groups) = groups {
+            scale = simd.mul(groups.lanes(simd, row, b), scale);
+        }
+        lanes = simd.fma(simd.to_f(sums), scale, lanes);
+    };
+    for (b, (bytes, x)) in whole.zip(x).enumerate() {
+        for line in (0..C::BLOCK_BYTES).step_by(64) {
+            simd.prefetch(bytes.as_ptr().wrapping_add(PREFETCH_BYTES + line));
+        }
+        step(b, bytes, x);
+    }
+    if !rest.is_empty() {
+        let mut padded = [0; 128];
+        padded[..rest.len()].copy_from_slice(rest);
+        let last = x.len() - 1;
+        step(last, &padded[..C::BLOCK_BYTES], &x[last]);
+    }
+    lanes
+}
+
+/// Decodes the rows `tile` into `scratch.planes`, as signed integers, and their groups' scales.
+#[inline(always)]
+fn decode_tile<S: Simd, C: Code>(
+    simd: S,
+    matrix: &Encoded<'_>,
+    groups: Option<&Groups<'_>>,
+    tile: Range<usize>,
+    scratch: &mut Scratch,
+) {
+    let blocks = matrix.cols.div_ceil(BLOCK);
+    let Scratch { planes, scales, .. } = scratch;
+    fit(planes, tile.len() * blocks, [[0; 32]; 4]);
+    fit(scales, if groups.is_some() { tile.len() * blocks } else { 0 }, [0.0; LANES]);
+    let mut padded = [0; 128];
+    for (i, r) in tile.enumerate() {
+        let bytes = matrix.row(r);
+        for b in 0..blocks {
+            simd.prefetch(bytes.as_ptr().wrapping_add(b * C::BLOCK_BYTES + PREFETCH_BYTES));
+            let block = block_bytes(bytes, b, C::BLOCK_BYTES, &mut padded);
+            let codes = signed_planes::<S, C>(simd, block);
+            for (codes, out) in codes.into_iter().zip(&mut planes[i * blocks + b]) {
+                simd.store_w(codes, out);
+            }
+            if let Some(groups) = groups {
+                simd.store(groups.lanes(simd, r, b), &mut scales[i * blocks + b]);
+            }
+        }
+    }
+}
+
+/// The planes of one block as the weights' integers.
+#[inline(always)]
+pub(super) fn signed_planes<S: Simd, C: Code>(simd: S, bytes: &[u8]) -> [S::I; 4] {
+    let planes = C::planes(simd, bytes);
+    if C::OFFSET == 0 {
+        return planes;
+    }
+    let offset = simd.splat_i(C::OFFSET | C::OFFSET << 16);
+    planes.map(|plane| simd.sub_w(plane, offset))
+}
+
+/// What a square of sums is made of.
+pub(super) trait Dots<S: Simd> {
+    /// Activation rows of a square on wide registers.
+    const WIDTH: usize;
+    /// Steps of the sum that are done for one square before the next one's turn.
+    const SEGMENT: usize;
+    /// Adds the steps `segment` of rows `row…` times activations `token…` to `sums`.
+    fn add<const R: usize, const T: usize>(
+        &self,
+        simd: S,
+        row: usize,
+        token: usize,
+        segment: Range<usize>,
+        sums: &mut [[S::F; T]; R],
+    );
+}
+
+/// All sums of `rows × tokens`, each over `steps`; `finish(token, row, sums)` gets up to four rows.
+#[inline(always)]
+pub(super) fn squares<S: Simd, D: Dots<S>>(
+    simd: S,
+    dots: &D,
+    [rows, tokens]: [usize; 2],
+    steps: usize,
+    sums: &mut Vec<[f32; LANES]>,
+    mut finish: impl FnMut(usize, usize, &[f32]),
+) {
+    let (height, width) = if S::WIDE { (4, D::WIDTH) } else { (2, 2) };
+    for token in (0..tokens).step_by(width) {
+        let count = (tokens - token).min(width);
+        // Padded to a multiple of four rows, which are folded together.
+        let sums = fit(sums, rows.next_multiple_of(4) * count, [0.0; LANES]);
+        sums.fill([0.0; LANES]);
+        for start in (0..steps).step_by(D::SEGMENT) {
+            let segment = start..(start + D::SEGMENT).min(steps);
+            let mut row = 0;
+            while row < rows {
+                let high = if rows - row >= height { height } else { 1 };
+                let sums = &mut sums[row * count..];
+                let at = (row, token, segment.clone());
+                match (high, count) {
+                    (4, 4) => square::<S, D, 4, 4>(simd, dots, at, sums),
+                    (4, 3) => square::<S, D, 4, 3>(simd, dots, at, sums),
+                    (4, 2) => square::<S, D, 4, 2>(simd, dots, at, sums),
+                    (4, _) => square::<S, D, 4, 1>(simd, dots, at, sums),
+                    (2, 2) => square::<S, D, 2, 2>(simd, dots, at, sums),
+                    (2, _) => square::<S, D, 2, 1>(simd, dots, at, sums),
+                    (_, 4) => square::<S, D, 1, 4>(simd, dots, at, sums),
+                    (_, 3) => square::<S, D, 1, 3>(simd, dots, at, sums),
+                    (_, 2) => square::<S, D, 1, 2>(simd, dots, at, sums),
+                    _ => square::<S, D, 1, 1>(simd, dots, at, sums),
+                }
+                row += high;
+            }
+        }
+        for row in (0..rows).step_by(4) {
+            for t in 0..count {
+                let lanes = [0, 1, 2, 3].map(|i| simd.load(&sums[(row + i) * count + t]));
+                let folded = simd.lane_sums(lanes);
+                finish(token + t, row, &folded[..(rows - row).min(4)]);
+            }
+        }
+    }
+}
+
+/// One square: sums from memory, steps added, sums to memory.
+#[inline(always)]
+fn square<S: Simd, D: Dots<S>, const R: usize, const T: usize>(
+    simd: S,
+    dots: &D,
+    (row, token, segment): (usize, usize, Range<usize>),
+    memory: &mut [[f32; LANES]],
+) {
+    let memory = &mut memory[..R * T];
+    let mut sums: [[S::F; T]; R] =
+        std::array::from_fn(|r| std::array::from_fn(|t| simd.load(&memory[r * T + t])));
+    dots.add(simd, row, token, segment, &mut sums);
+    for (sum, memory) in sums.as_flattened().iter().zip(memory) {
+        simd.store(*sum, memory);
+    }
+}
+
+/// Decoded integers times quantized activations.
+struct IntegerDots<'a, const GROUPED: bool> {
+    planes: &'a [[[i16; 32]; 4]],
+    scales: &'a [[f32; LANES]],
+    blocks: usize,
+    x: &'a Activations,
+    order: Order,
+    tokens: &'a [u32],
+}
+
+impl<S: Simd, const GROUPED: bool> Dots<S> for IntegerDots<'_, GROUPED> {
+    const WIDTH: usize = 3;
+    const SEGMENT: usize = SEGMENT_BLOCKS;
+
+    #[inline(always)]
+    fn add<const R: usize, const T: usize>(
+        &self,
+        simd: S,
+        row: usize,
+        token: usize,
+        segment: Range<usize>,
+        sums: &mut [[S::F; T]; R],
+    ) {
+        let count = segment.len();
+        let first = |r: usize| (row + r) * self.blocks + segment.start;
+        let w: [&[[[i16; 32]; 4]]; R] =
+            std::array::from_fn(|r| &self.planes[first(r)..first(r) + count]);
+        let scales: [&[[f32; LANES]]; R] = std::array::from_fn(|r| match GROUPED {
+            true => &self.scales[first(r)..first(r) + count],
+            false => &[][..],
+        });
+        let x: [&[Block]; T] = std::array::from_fn(|t| {
+            let blocks = self.x.blocks(self.order, self.tokens[token + t] as usize);
+            &blocks[segment.start..segment.start + count]
+        });
+        for b in 0..count {
+            let mut integers = [[simd.splat_i(0); T]; R];
+            for p in 0..4 {
+                let x: [S::I; T] = std::array::from_fn(|t| simd.load_w(&x[t][b].planes[p]));
+                for r in 0..R {
+                    let w = simd.load_w(&w[r][b][p]);
+                    for t in 0..T {
+                        integers[r][t] = simd.dot_pairs(integers[r][t], w, x[t]);
+                    }
+                }
+            }
+            for t in 0..T {
+                let unit = simd.load(&x[t][b].scales);
+                for r in 0..R {
+                    let scale =
+                        if GROUPED { simd.mul(simd.load(&scales[r][b]), unit) } else { unit };
+                    sums[r][t] = simd.fma(simd.to_f(integers[r][t]), scale, sums[r][t]);
+                }
+            }
+        }
+    }
+}
+
+/// Float weights.
+#[inline(always)]
+fn floats<S: Simd, C: FloatCode>(simd: S, part: ProductPart<'_>) {
+    let ProductPart { matrix, rows, x, tokens, y, scratch } = part;
+    if let [token] = tokens {
+        let x = x.floats(*token as usize);
+        for first in rows.clone().step_by(4) {
+            let mut lanes = [simd.splat(0.0); 4];
+            let count = (rows.end - first).min(4);
+            for i in 0..count {
+                let sum = &mut lanes[i];
+                each_chunk::<S, C>(simd, &matrix, first + i, |chunk, w| {
+                    *sum = simd.fma(w, simd.load(&x[chunk]), *sum);
+                });
+            }
+            let sums = simd.lane_sums(lanes);
+            y[first - rows.start..][..count].copy_from_slice(&sums[..count]);
+        }
+        return;
+    }
+    let chunks = matrix.cols.div_ceil(LANES);
+    for tile in tiles(rows.clone(), chunks * size_of::<[f32; LANES]>()) {
+        decode_floats::<S, C>(simd, &matrix, tile.clone(), &mut scratch.floats);
+        let Scratch { floats, sums, .. } = scratch;
+        let dots = FloatDots {
+            row: |r: usize| &floats[r * chunks..(r + 1) * chunks],
+            token: |t: usize| x.floats(tokens[t] as usize),
+        };
+        squares(simd, &dots, [tile.len(), tokens.len()], chunks, sums, |t, r, sums| {
+            let y = &mut y[t * rows.len() + tile.start - rows.start + r..];
+            y[..sums.len()].copy_from_slice(sums);
+        });
+    }
+}
+
+/// Decodes rows into `out [rows, chunks of 16]`, padded with zeros.
+#[inline(always)]
+pub(super) fn decode_floats<S: Simd, C: FloatCode>(
+    simd: S,
+    matrix: &Encoded<'_>,
+    rows: Range<usize>,
+    out: &mut Vec<[f32; LANES]>,
+) {
+    let chunks = matrix.cols.div_ceil(LANES);
+    let out = fit(out, rows.len() * chunks, [0.0; LANES]);
+    for (r, out) in rows.zip(out.chunks_exact_mut(chunks)) {
+        each_chunk::<S, C>(simd, matrix, r, |chunk, w| simd.store(w, &mut out[chunk]));
+    }
+}
+
+/// Hands every 16 values of a row to `sink`; those behind its end are 0.
+#[inline(always)]
+fn each_chunk<S: Simd, C: FloatCode>(
+    simd: S,
+    matrix: &Encoded<'_>,
+    row: usize,
+    mut sink: impl FnMut(usize, S::F),
+) {
+    let is_fp8 = matrix.format == Format::Fp8Block;
+    let first_scale = row / FP8_BLOCK * matrix.cols.div_ceil(FP8_BLOCK);
+    let scale = |chunk: usize| match is_fp8 {
+        true => f32_at(matrix.scales, first_scale + chunk / (FP8_BLOCK / LANES)),
+        false => 1.0,
+    };
+    let whole = matrix.row(row).chunks_exact(C::BYTES);
+    let rest = whole.remainder();
+    let count = whole.len();
+    for (chunk, bytes) in whole.enumerate() {
+        simd.prefetch(bytes.as_ptr().wrapping_add(PREFETCH_BYTES));
+        sink(chunk, C::values(simd, bytes, scale(chunk)));
+    }
+    if !rest.is_empty() {
+        let mut padded = [0; 64];
+        padded[..rest.len()].copy_from_slice(rest);
+        sink(count, C::values(simd, &padded[..C::BYTES], scale(count)));
+    }
+}
+
+/// Rows of floats times rows of floats.
+pub(super) struct FloatDots<R, T> {
+    /// Row r, in chunks of 16
+    pub(super) row: R,
+    /// Activation row t
+    pub(super) token: T,
+}
+
+impl<'a, S: Simd, Row, Token> Dots<S> for FloatDots<Row, Token>
+where
+    Row: Fn(usize) -> &'a [[f32; LANES]],
+    Token: Fn(usize) -> &'a [[f32; LANES]],
+{
+    const WIDTH: usize = 4;
+    const SEGMENT: usize = SEGMENT_BLOCKS * BLOCK / LANES;
+
+    #[inline(always)]
+    fn add<const R: usize, const T: usize>(
+        &self,
+        simd: S,
+        row: usize,
+        token: usize,
+        segment: Range<usize>,
+        sums: &mut [[S::F; T]; R],
+    ) {
+        let w: [&[[f32; LANES]]; R] =
+            std::array::from_fn(|r| &(self.row)(row + r)[segment.clone()]);
+        let x: [&[[f32; LANES]]; T] =
+            std::array::from_fn(|t| &(self.token)(token + t)[segment.clone()]);
+        for chunk in 0..segment.len() {
+            let x: [S::F; T] = std::array::from_fn(|t| simd.load(&x[t][chunk]));
+            for r in 0..R {
+                let w = simd.load(&w[r][chunk]);
+                for t in 0..T {
+                    sums[r][t] = simd.fma(w, x[t], sums[r][t]);
+                }
+            }
+        }
+    }
+}
