@@ -96,7 +96,7 @@ pub struct Config {
     pub num_heads: usize,
     /// Routed experts of a sparse layer (E).
     pub n_routed_experts: usize,
-    /// Shared experts, stored as one MLP; may be 0. See [`Config::shared_intermediate_size`].
+    /// Shared experts, stored as one MLP of as many times `moe_intermediate_size`; may be 0.
     pub n_shared_experts: usize,
     /// Routed experts chosen per token (K).
     pub top_k: usize,
@@ -229,26 +229,6 @@ impl Config {
     /// Dimensions of a query or key head, both parts; the attention scale is its inverse root.
     pub fn qk_head_dim(&self) -> usize {
         self.qk_nope_head_dim + self.qk_rope_head_dim
-    }
-
-    /// Whether layer `layer` routes to experts; the MTP layer (index L) and its successors do.
-    pub fn is_sparse(&self, layer: usize) -> bool {
-        self.mlp.get(layer).is_none_or(|&kind| kind == MlpKind::Sparse)
-    }
-
-    /// Whether layer `layer` has its own indexer; the MTP layer (index L) and its successors do.
-    pub fn has_indexer(&self, layer: usize) -> bool {
-        self.indexer.get(layer).is_none_or(|&kind| kind == IndexerKind::Full)
-    }
-
-    /// Width of the one MLP that holds all shared experts.
-    pub fn shared_intermediate_size(&self) -> usize {
-        self.moe_intermediate_size * self.n_shared_experts
-    }
-
-    /// Routed experts of one group.
-    pub fn experts_per_group(&self) -> usize {
-        self.n_routed_experts / self.n_group
     }
 
     fn check_heads(&self, fields: &Fields<'_>) -> Result<()> {

@@ -79,7 +79,6 @@ pub enum Finish {
 /// A loaded model.
 pub struct Engine {
     model: Model,
-    plan: Plan,
     options: Options,
     /// One forward pass at a time has it.
     runtime: Mutex<Runtime>,
@@ -120,17 +119,12 @@ impl Engine {
         let model = Model::new(config, directory, weights);
         let compute = Compute::new(options.threads, options.isa);
         let runtime = Mutex::new(Runtime { compute, store, scratch: Scratch::default() });
-        Ok(Engine { model, plan, options, runtime, tokenizer })
+        Ok(Engine { model, options, runtime, tokenizer })
     }
 
     /// The model's shape.
     pub fn config(&self) -> &Config {
         &self.model.config
-    }
-
-    /// What was planned to be in memory.
-    pub fn plan(&self) -> &Plan {
-        &self.plan
     }
 
     /// The tokenizer; an error when the directory has none.
@@ -206,11 +200,6 @@ impl Session<'_> {
     /// Committed tokens.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
-    }
-
-    /// Positions that still fit.
-    pub fn free_tokens(&self) -> usize {
-        self.state.kv.capacity_tokens() - self.tokens.len()
     }
 
     /// Makes `tokens` the timeline and returns the logits `[V]` that follow its last token.

@@ -39,8 +39,6 @@ pub struct Plan {
     pub expert_bytes: usize,
     /// The largest routed expert; 0 in a model without any.
     pub largest_expert_bytes: usize,
-    /// All routed experts together.
-    pub all_experts_bytes: usize,
 }
 
 impl Plan {
@@ -69,7 +67,6 @@ impl Plan {
             scratch_bytes,
             expert_bytes: 0,
             largest_expert_bytes: largest,
-            all_experts_bytes: all,
         };
         let ram_bytes = match limit {
             Limit::SlotsPerLayer(slots) => {

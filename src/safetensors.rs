@@ -132,16 +132,6 @@ impl Directory {
         self.stamps.get(name).map(String::as_str)
     }
 
-    /// A tensor for an error text: name, dtype, shape, size, offset, file, or that it is missing.
-    pub fn describe(&self, name: &str) -> String {
-        let Some(tensor) = self.get(name) else {
-            return format!("tensor {name} (not in {})", self.path.display());
-        };
-        let Tensor { offset, bytes, dtype, shape, .. } = tensor;
-        let file = self.shard(tensor).path.display();
-        format!("tensor {name} ({} {shape:?}, {bytes} bytes at {offset} of {file})", dtype.name())
-    }
-
     fn add_shard(&mut self, path: &Path) -> Result<()> {
         // Asked before opening, because opening a pipe would block.
         let metadata = std::fs::metadata(path)?;

@@ -6,7 +6,7 @@
 
 #![forbid(unsafe_code)]
 
-use colibri::config::Config;
+use colibri::config::{Config, IndexerKind};
 use colibri::json::{self, Limits, Reader, Value};
 use colibri::safetensors::Directory;
 use std::fs::File;
@@ -343,9 +343,10 @@ fn check_config(text: &[u8]) {
     let Ok(config) = Config::from_json(&value) else { return };
     assert_eq!(value.get("model_type").and_then(Value::as_str), Some("glm_moe_dsa"));
     assert_eq!((config.indexer.len(), config.mlp.len()), (config.num_layers, config.num_layers));
-    assert!(config.has_indexer(0) && config.num_layers > 0);
-    assert!(config.top_k >= 1 && config.top_k <= config.topk_group * config.experts_per_group());
-    assert_eq!(config.experts_per_group() * config.n_group, config.n_routed_experts);
+    assert!(config.indexer.first() == Some(&IndexerKind::Full));
+    let group_experts = config.n_routed_experts / config.n_group;
+    assert!(config.top_k >= 1 && config.top_k <= config.topk_group * group_experts);
+    assert_eq!(group_experts * config.n_group, config.n_routed_experts);
     assert!(config.topk_group <= config.n_group);
     assert!(config.qk_rope_head_dim % 2 == 0 && config.qk_rope_head_dim <= config.index_head_dim);
     assert!(config.rms_norm_eps > 0.0 && config.rope_theta >= 1.0);

@@ -89,13 +89,6 @@ fn tensors_of_several_shards_are_found_with_absolute_offsets() {
     assert_eq!(directory.shards().len(), 3);
     assert_eq!(directory.shard(directory.get("c").unwrap()).bytes, 8 + 53 + 1);
     assert!(directory.get("d").is_none() && directory.len() == 4);
-    assert!(directory.describe("d").starts_with("tensor d (not in "));
-    let text = directory.describe("b").replace(dir.0.to_str().unwrap(), "DIR");
-    let offset = b.offset;
-    assert_eq!(
-        text,
-        format!("tensor b (BF16 [2, 3], 12 bytes at {offset} of DIR/model.safetensors)")
-    );
 }
 
 #[test]
