@@ -151,11 +151,63 @@ fn logits_prints_the_hash_of_the_bytes_that_it_wrote() {
     let value = one_object(&coli(&args));
     let bytes = std::fs::read(&out).unwrap();
     assert_eq!(bytes.len(), 3 * 251 * 4);
+    assert_eq!(std::fs::read_dir(&dir.0).unwrap().count(), 1, "something else is left");
     let hash = bytes.iter().fold(0xcbf29ce484222325u64, |hash, byte| {
         (hash ^ *byte as u64).wrapping_mul(0x100000001b3)
     });
     assert_eq!(value.get("fnv1a64").unwrap().as_str(), Some(format!("{hash:016x}").as_str()));
     assert_eq!(value.get("tokens").unwrap().as_u64(), Some(3));
+}
+
+/// A directory that holds config.json alone: with its first weight the last case fails.
+#[test]
+fn bad_input_is_refused_before_any_weight_is_looked_for() {
+    let dir = TempDir::new("no-weights");
+    std::fs::copy(fixture("a_seed").join("config.json"), dir.0.join("config.json")).unwrap();
+    let short = dir.0.join("short.f32");
+    std::fs::write(&short, [0; 12]).unwrap();
+    let reference = fixture("a_seed").join("ref.json").display().to_string();
+    let (short, out) = (short.display().to_string(), dir.0.join("none/out").display().to_string());
+    let cases: [(&[&str], &str); 9] = [
+        (&["run", "hi"], "no tokenizer.json"),
+        (&["run", "--ids", "7", "--stop", "x"], "--stop needs a tokenizer.json"),
+        (&["run", "--ids", "7,256"], "token 256 at position 1: expected an id below 256"),
+        (&["run", "--ids", "7,8,9", "--ctx", "2"], "3 tokens do not fit the context of 2"),
+        (&["logits", "--ids", "300"], "token 300 at position 0"),
+        (&["logits", "--ids", "1", "--out", &out], "its directory does not exist"),
+        (&["logits", "--ids", "1", "--out", "/dev/full"], "/dev/full: expected a regular file"),
+        (&["oracle", "--ref", &reference, "--logits", &short], "expected 32768 bytes"),
+        (&["run", "--ids", "7"], "no .safetensors file"),
+    ];
+    for (args, expected) in cases {
+        let output = coli(&[args, &["--model", &dir.0.display().to_string()]].concat());
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        assert!(text(&output.stderr).contains(expected), "{args:?}: {output:?}");
+    }
+}
+
+/// The output head is as large as floats get: its logits are not finite.
+#[test]
+fn logits_that_fail_leave_no_file_and_an_older_one_as_it_was() {
+    let dir = TempDir::with_fixture("infinite", "a_seed");
+    let path = dir.0.join("model.safetensors");
+    let mut tensors = common::read_safetensors(&path);
+    let head = tensors.iter_mut().find(|tensor| tensor.name == "lm_head.weight").unwrap();
+    head.bytes.chunks_exact_mut(4).for_each(|b| b.copy_from_slice(&f32::MAX.to_le_bytes()));
+    common::write_safetensors(&path, &tensors);
+    let out = TempDir::new("infinite-out");
+    let file = out.0.join("logits.f32");
+    let names = || std::fs::read_dir(&out.0).unwrap().map(|e| e.unwrap().file_name());
+    let model = dir.0.display().to_string();
+    let args = ["logits", "--model", &model, "--ids", "1", "--out", &file.display().to_string()];
+    for older in [None, Some("older")] {
+        older.into_iter().for_each(|text| std::fs::write(&file, text).unwrap());
+        let output = coli(&args);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(text(&output.stderr).contains("the logit of token"), "{output:?}");
+        assert_eq!(names().count(), older.iter().count());
+        assert_eq!(std::fs::read_to_string(&file).ok().as_deref(), older);
+    }
 }
 
 #[test]

@@ -3,6 +3,8 @@
 #![forbid(unsafe_code)]
 
 use super::{Args, Flag, note, print_text};
+use crate::bail;
+use crate::config::Config;
 use crate::engine::{Engine, Options};
 use crate::error::Result;
 use crate::json::{Value, to_compact};
@@ -46,23 +48,60 @@ fn options(args: &Args) -> Result<Options> {
     Ok(options)
 }
 
-/// Opens the model that the flags name, with room for at least `tokens` positions where `--ctx`
-/// does not say otherwise. Progress and notes go to stderr.
-pub fn open(args: &Args, tokens: usize) -> Result<Engine> {
-    let mut options = options(args)?;
-    if !args.has("--ctx") {
-        options.ctx_tokens = options.ctx_tokens.max(tokens);
+/// A run before any weight is read. Loading takes minutes: what is wrong with the input is said
+/// before it, from config.json alone.
+pub struct Setup<'a> {
+    /// The model directory.
+    pub dir: &'a Path,
+    /// Its shape.
+    pub config: Config,
+    options: Options,
+}
+
+impl Setup<'_> {
+    /// Reads the shared flags and config.json. There is room for at least `tokens` positions where
+    /// `--ctx` does not say otherwise.
+    pub fn new(args: &Args, tokens: usize) -> Result<Setup<'_>> {
+        let dir = Path::new(args.required("--model")?);
+        let mut options = options(args)?;
+        if !args.has("--ctx") {
+            options.ctx_tokens = options.ctx_tokens.max(tokens);
+        }
+        Ok(Setup { dir, config: Config::load(dir)?, options })
     }
-    let mut bar = Bar::new("loading");
-    let engine = Engine::open(Path::new(args.required("--model")?), options, |done, all| {
-        bar.show(done, all, || format!("{} of {}", gb(done), gb(all)));
-    })?;
-    bar.clear();
-    if let Some(text) = engine.dense_attention_note() {
-        note(&format!("coli: {text}\n"));
+
+    /// Refuses tokens that cannot be run: none, too many for the context, or an id outside the
+    /// vocabulary.
+    pub fn check(&self, ids: &[u32]) -> Result<()> {
+        let (tokens, ctx, vocab) = (ids.len(), self.options.ctx_tokens, self.config.vocab_size);
+        if ids.is_empty() {
+            bail!("no tokens to run");
+        }
+        if tokens > ctx {
+            bail!("{tokens} tokens do not fit the context of {ctx} (see --ctx)");
+        }
+        if let Some(at) = ids.iter().position(|id| *id as usize >= vocab) {
+            bail!("token {} at position {at}: expected an id below {vocab}", ids[at]);
+        }
+        Ok(())
     }
-    sys::catch_interrupts();
-    Ok(engine)
+
+    /// Reads the weights for a run that feeds at most `tokens` tokens. Progress and notes go to
+    /// stderr; from now on SIGINT stops the forward pass.
+    pub fn open(self, tokens: usize) -> Result<Engine> {
+        let mut bar = Bar::new("loading");
+        let engine = Engine::open(self.dir, self.options, |done, all| {
+            bar.show(done, all, || format!("{} of {}", gb(done), gb(all)));
+        })?;
+        bar.clear();
+        if tokens > self.config.index_topk
+            && let Some(text) = engine.dense_attention_note()
+        {
+            note(&format!("coli: {text}\n"));
+        }
+        sys::catch_interrupts();
+        Ok(engine)
+    }
 }
 
 /// Stops the forward pass between layers once SIGINT arrived; shows the progress of a prompt.

@@ -7,7 +7,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::load::{count, object, open, print_json};
+use super::load::{Setup, count, object, print_json};
 use super::print_text;
 use super::{Args, Flag, Verb, load};
 use crate::bail;
@@ -104,8 +104,12 @@ fn run(args: &Args) -> Result<()> {
     let tolerance = args.number("--tolerance", 0.0..=1e9)?.unwrap_or(1e-4);
     args.required("--model")?;
     let reference = Reference::read(&path)?;
-    let engine = open(args, reference.full_ids.len())?;
-    let gold = args.get("--logits").map(|p| read_logits(p, &reference, &engine)).transpose()?;
+    let tokens = reference.full_ids.len();
+    let setup = Setup::new(args, tokens)?;
+    setup.check(&reference.full_ids)?;
+    let shape = [tokens, setup.config.vocab_size];
+    let gold = args.get("--logits").map(|path| read_logits(path, shape)).transpose()?;
+    let engine = setup.open(tokens)?;
     let (forced, difference) = teacher_forcing(&engine, &reference, gold.as_deref())?;
     let greedy = greedy(&engine, &reference)?;
     let (forced_total, greedy_total) =
@@ -138,8 +142,7 @@ fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-fn read_logits(path: &str, reference: &Reference, engine: &Engine) -> Result<Vec<f32>> {
-    let (tokens, vocab) = (reference.full_ids.len(), engine.config().vocab_size);
+fn read_logits(path: &str, [tokens, vocab]: [usize; 2]) -> Result<Vec<f32>> {
     let expected = tokens * vocab * 4;
     let bytes = sys::read_file(Path::new(path), expected).context(|| path)?;
     if bytes.len() != expected {

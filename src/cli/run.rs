@@ -5,7 +5,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::load::{count, ids, object, open, print_json};
+use super::load::{Setup, count, ids, object, print_json};
 use super::print_text;
 use super::{Args, Flag, Verb, load};
 use crate::bail;
@@ -16,7 +16,7 @@ use crate::json::Value;
 use crate::reply::Reply;
 use crate::sample::{Params, Sampler};
 use crate::sys;
-use crate::tokenizer::Special;
+use crate::tokenizer::{Special, Tokenizer};
 use std::path::Path;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -54,19 +54,22 @@ const NEW_TOKENS_DEFAULT: usize = 256;
 fn run(args: &Args) -> Result<()> {
     let params = params(args)?;
     let new_tokens = args.number("-n", 1..=1usize << 24)?.unwrap_or(NEW_TOKENS_DEFAULT);
-    let text = prompt_text(args)?;
-    let start = Instant::now();
-    let engine = open(args, 0)?;
-    let load_s = start.elapsed().as_secs_f64();
-    let (prompt, thinking) = match text {
-        None => (args.ids("--ids")?.expect("there is a prompt of one kind"), false),
-        Some(text) => prompt_ids(&engine, args, text)?,
-    };
     let stops: Vec<String> = args.get("--stop").map(String::from).into_iter().collect();
-    let tokenizer = engine.tokenizer().ok();
-    if tokenizer.is_none() && !stops.is_empty() {
+    check_usage(args)?;
+    let start = Instant::now();
+    let setup = Setup::new(args, 0)?;
+    let (prompt, thinking) = match args.ids("--ids")? {
+        Some(ids) => (ids, false),
+        None => prompt_ids(&setup, args)?,
+    };
+    setup.check(&prompt)?;
+    if !stops.is_empty() && !sys::is_present(&setup.dir.join("tokenizer.json")) {
         bail!("--stop needs a tokenizer.json in the model directory");
     }
+    // The last token is drawn, never fed.
+    let engine = setup.open(prompt.len() + new_tokens - 1)?;
+    let load_s = start.elapsed().as_secs_f64();
+    let tokenizer = engine.tokenizer().ok();
     let mut reply = tokenizer.map(|tokenizer| Reply::new(tokenizer, thinking, &stops));
     let mut new_ids = Vec::new();
     let show = |text: &str| if args.has("--json") { Ok(()) } else { print_text(text) };
@@ -126,19 +129,12 @@ fn params(args: &Args) -> Result<Params> {
     Ok(params)
 }
 
-/// The prompt as text, or `None` when it is given as ids. Exactly one form must be given.
-fn prompt_text(args: &Args) -> Result<Option<String>> {
+/// Refuses prompts in several forms, and flags without effect.
+fn check_usage(args: &Args) -> Result<()> {
     let forms = [!args.positional.is_empty(), args.has("--prompt-file"), args.has("--ids")];
     if forms.iter().filter(|given| **given).count() != 1 {
         let forms = "a PROMPT, --prompt-file or --ids";
         return Err(Error::usage(format!("coli run: expected exactly one of {forms}")));
-    }
-    if let Some(path) = args.get("--prompt-file") {
-        let bytes = sys::read_file(Path::new(path), PROMPT_BYTES_MAX).context(|| path)?;
-        let text = String::from_utf8(bytes);
-        return text.map(Some).map_err(|e| {
-            Error::new(format!("{path}: not UTF-8 at byte {}", e.utf8_error().valid_up_to()))
-        });
     }
     if (args.has("--raw") || args.has("--ids")) && args.has("--think") {
         return Err(Error::usage("coli run: --think needs the chat template"));
@@ -151,14 +147,28 @@ fn prompt_text(args: &Args) -> Result<Option<String>> {
     if args.get("--stop") == Some("") {
         return Err(Error::usage("coli run: --stop: expected a text, found none"));
     }
-    args.ids("--ids")?;
-    Ok((!args.positional.is_empty()).then(|| args.positional.join(" ")))
+    Ok(())
+}
+
+/// The prompt as text.
+fn prompt_text(args: &Args) -> Result<String> {
+    let Some(path) = args.get("--prompt-file") else { return Ok(args.positional.join(" ")) };
+    let bytes = sys::read_file(Path::new(path), PROMPT_BYTES_MAX).context(|| path)?;
+    String::from_utf8(bytes).map_err(|e| {
+        Error::new(format!("{path}: not UTF-8 at byte {}", e.utf8_error().valid_up_to()))
+    })
 }
 
 /// The tokens of a prompt, and whether they end in an open think block: rendered as one user turn,
-/// or as it stands with `--raw`.
-fn prompt_ids(engine: &Engine, args: &Args, text: String) -> Result<(Vec<u32>, bool)> {
-    let tokenizer = engine.tokenizer()?;
+/// or as it stands with `--raw`. The tokenizer is read once more with the weights: a bad prompt
+/// shall not wait for those.
+fn prompt_ids(setup: &Setup<'_>, args: &Args) -> Result<(Vec<u32>, bool)> {
+    let text = prompt_text(args)?;
+    let file = setup.dir.join("tokenizer.json");
+    if !sys::is_present(&file) {
+        bail!("{}: no tokenizer.json; without it a prompt is given as --ids", setup.dir.display());
+    }
+    let tokenizer = Tokenizer::load(&file)?;
     if args.has("--raw") {
         return Ok((tokenizer.encode(&text, Special::Parse), false));
     }
@@ -169,7 +179,7 @@ fn prompt_ids(engine: &Engine, args: &Args, text: String) -> Result<(Vec<u32>, b
         ("enable_thinking", Value::Bool(args.has("--think"))),
     ]);
     let prompt = chat::render(&request)?;
-    Ok((prompt.ids(tokenizer)?, prompt.is_thinking()))
+    Ok((prompt.ids(&tokenizer)?, prompt.is_thinking()))
 }
 
 /// Wall-clock seconds of the three phases.
