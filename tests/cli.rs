@@ -58,8 +58,10 @@ fn help_and_version_exist_everywhere_and_every_verb_shows_an_example() {
     for verb in colibri::cli::VERBS {
         assert!(text(&help.stdout).contains(verb.name));
         let help = coli(&[verb.name, "--help"]);
+        assert_eq!(help, coli(&["help", verb.name]), "two help texts of {}", verb.name);
         let stdout = text(&help.stdout);
         assert!(help.status.success());
+        assert!(!stdout.contains(") ("), "two brackets in a row: {stdout}");
         assert!(stdout.contains("example:") && stdout.contains("--model DIR"), "{}", verb.name);
     }
 }
@@ -67,7 +69,7 @@ fn help_and_version_exist_everywhere_and_every_verb_shows_an_example() {
 #[test]
 fn wrong_usage_exits_with_2_and_leaves_stdout_empty() {
     let model = model("a_seed");
-    let cases: [&[&str]; 10] = [
+    let cases: [&[&str]; 14] = [
         &[],
         &["frobnicate"],
         &["run", "--modle", &model, "hi"],
@@ -78,6 +80,10 @@ fn wrong_usage_exits_with_2_and_leaves_stdout_empty() {
         &["run", "--model", &model, "--ids", "1,x"],
         &["logits", "--model", &model],
         &["logits", "--model", &model, "--ids", "1", "--ref", "ref.json"],
+        &["oracle", "--model", &model, "--tolerance", "1"],
+        &["run", "--model", &model, "--raw", "--think", "--prompt-file", "prompt.txt"],
+        &["run", "--model", &model, "--ids", "1", "--stop", "a", "--stop", ""],
+        &["help", "frobnicate"],
     ];
     for args in cases {
         let output = coli(args);
@@ -88,8 +94,18 @@ fn wrong_usage_exits_with_2_and_leaves_stdout_empty() {
     assert!(!output.stderr.contains(&0x1b), "{output:?}");
     let output = command(&["run", "--model", &model, "--ids", "1"]).env("CTX", "many").output();
     assert!(text(&output.unwrap().stderr).contains("CTX: expected a number from 1 to"));
-    let error = coli(&["run", "--modle", &model, "hi"]);
-    assert!(text(&error.stderr).contains("did you mean --model?"));
+    let cases: [(&[&str], &str); 3] = [
+        (&["run", "--modle", &model], "coli: run: unknown flag --modle, did you mean --model?\n"),
+        (
+            &["run", "--model", &model, "--ids", "1", "--top-p", "0"],
+            "coli: run: --top-p: expected a number above 0 and at most 1, found 0\n",
+        ),
+        (&["logits", "--model", &model], "--ids 3,14,159 --out"),
+    ];
+    for (args, expected) in cases {
+        let error = coli(args);
+        assert!(text(&error.stderr).contains(expected), "{args:?}: {error:?}");
+    }
 }
 
 #[test]
@@ -134,12 +150,15 @@ fn oracle_passes_on_the_reference_and_fails_on_another() {
     let output = coli(&["oracle", "--model", &model("a_seed"), "--ref", &wrong, "--json"]);
     assert_eq!(output.status.code(), Some(1));
     let value = json::parse(&output.stdout, Limits::default()).unwrap();
+    assert!(text(&output.stderr).ends_with("the engine does not match: teacher forcing\n"));
     let forced = value.get("teacher_forcing").unwrap();
     assert_eq!(forced.get("matched").unwrap().as_u64(), Some(31));
     assert_eq!(value.get("pass").unwrap().as_bool(), Some(false));
     let other = fixture("a_seed").join("logits_gold.f32").display().to_string();
     let args = ["oracle", "--model", &model("a_seed"), "--logits", &other, "--tolerance", "1e-5"];
-    assert_eq!(coli(&args).status.code(), Some(1));
+    let output = coli(&args);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).ends_with("the engine does not match: logits\n"));
 }
 
 /// FNV-1a computed here over the file, and the file's size.
@@ -253,6 +272,22 @@ fn every_stop_id_ends_the_turn_and_never_reaches_the_reply() {
         let value = one_object(&coli(&args));
         assert_eq!(value.get("finish_reason").unwrap().as_str(), Some("stop"));
         assert_eq!(common::integers(value.get("ids").unwrap()), full[12..12 + replied]);
+    }
+}
+
+/// The last stop given completes first in one order, the first in the other.
+#[test]
+fn each_of_several_stop_texts_ends_the_reply() {
+    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("oracle/demo");
+    let demo = demo.display().to_string();
+    let args = ["run", "--model", &demo, "--raw", "--temp", "0", "-n", "16", "It was"];
+    let whole = coli(&args);
+    let words: Vec<&str> = text(&whole.stdout).split_whitespace().collect();
+    let (early, late) = (words[2], words[words.len() - 2]);
+    let want = &text(&whole.stdout)[..text(&whole.stdout).find(early).unwrap()];
+    for stops in [["--stop", early, "--stop", late], ["--stop", late, "--stop", early]] {
+        let stopped = coli(&[&args[..], &stops].concat());
+        assert_eq!(text(&stopped.stdout), format!("{want}\n"), "{stops:?} in {words:?}");
     }
 }
 

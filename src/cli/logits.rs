@@ -33,7 +33,10 @@ fn run(args: &Args) -> Result<()> {
     let ids = match (args.ids("--ids")?, args.get("--ref")) {
         (Some(ids), None) => ids,
         (None, Some(path)) => oracle::Reference::read(Path::new(path))?.full_ids,
-        _ => return Err(Error::usage("coli logits: expected exactly one of --ids and --ref")),
+        _ => {
+            let wanted = "expected exactly one of --ids 1,2,3 and --ref FILE";
+            return Err(Error::usage(format!("{wanted}; for example\n  {}", VERB.example)));
+        }
     };
     let setup = Setup::new(args, ids.len())?;
     setup.check(&ids)?;

@@ -26,6 +26,8 @@ pub struct Flag {
     pub value: Option<&'static str>,
     /// Environment variable that stands in when the flag is absent.
     pub env: Option<&'static str>,
+    /// Whether it may be given more than once.
+    pub repeats: bool,
     /// One line.
     pub help: &'static str,
 }
@@ -33,17 +35,23 @@ pub struct Flag {
 impl Flag {
     /// A flag that takes a value.
     pub const fn value(name: &'static str, value: &'static str, help: &'static str) -> Flag {
-        Flag { name, value: Some(value), env: None, help }
+        Flag { name, value: Some(value), env: None, repeats: false, help }
     }
 
     /// A switch.
     pub const fn switch(name: &'static str, help: &'static str) -> Flag {
-        Flag { name, value: None, env: None, help }
+        Flag { name, value: None, env: None, repeats: false, help }
     }
 
     /// The same flag with an environment variable as fallback.
     pub const fn or_env(mut self, env: &'static str) -> Flag {
         self.env = Some(env);
+        self
+    }
+
+    /// The same flag, which may be given more than once.
+    pub const fn repeated(mut self) -> Flag {
+        self.repeats = true;
         self
     }
 }
@@ -115,7 +123,7 @@ impl Args {
                     .cloned()
                     .ok_or_else(|| Error::usage(format!("{name} needs a value: {kind}")))?,
             };
-            if args.flags.iter().any(|(given, ..)| *given == name) {
+            if !flag.repeats && args.has(name) {
                 return Err(Error::usage(format!("{name} is given twice")));
             }
             args.flags.push((flag.name, value, None));
@@ -145,6 +153,12 @@ impl Args {
     /// The value of a flag; a switch that was given has an empty one.
     pub fn get(&self, name: &str) -> Option<&str> {
         self.given(name).map(|(value, _)| value)
+    }
+
+    /// Every value of a flag that may be given more than once.
+    pub fn all(&self, name: &str) -> Vec<String> {
+        let values = self.flags.iter().filter(|(flag, ..)| *flag == name);
+        values.map(|(_, value, _)| value.clone()).collect()
     }
 
     /// Whether a switch (or any flag) was given.
@@ -188,26 +202,32 @@ pub fn main(words: &[String]) -> Result<()> {
     let Some(first) = words.first() else {
         return Err(Error::usage(format!("no verb given\n\n{}", overview())));
     };
-    match first.as_str() {
-        "--help" | "-h" | "help" => {
-            return print_text(&overview());
-        }
-        "--version" | "-V" => {
-            return print_text(&format!("coli {}\n", crate::VERSION));
-        }
+    match (first.as_str(), words.get(1)) {
+        ("help", Some(name)) => return print_text(&help(verb(name)?)),
+        ("--help" | "-h" | "help", _) => return print_text(&overview()),
+        ("--version" | "-V", _) => return print_text(&format!("coli {}\n", crate::VERSION)),
         _ => {}
     }
-    let Some(verb) = VERBS.iter().find(|verb| verb.name == first) else {
-        let names = VERBS.iter().map(|verb| verb.name);
-        let hint = nearest(first, names).map_or(String::new(), |n| format!(", did you mean {n}?"));
-        return Err(Error::usage(format!("unknown verb {first:?}{hint} (see coli --help)")));
-    };
+    let verb = verb(first)?;
     if words[1..].iter().take_while(|word| *word != "--").any(|w| w == "--help" || w == "-h") {
         return print_text(&help(verb));
     }
-    let args = Args::parse(verb, &words[1..])
-        .map_err(|error| error.context(format!("coli {}", verb.name)))?;
-    (verb.run)(&args)
+    let done = Args::parse(verb, &words[1..]).and_then(|args| (verb.run)(&args));
+    done.map_err(|error| if error.exit_code() == 2 { error.context(verb.name) } else { error })
+}
+
+/// The verb of this name.
+fn verb(name: &str) -> Result<&'static Verb> {
+    if let Some(verb) = VERBS.iter().find(|verb| verb.name == name) {
+        return Ok(verb);
+    }
+    let (kind, flags) = match name.starts_with('-') {
+        true => ("flag", &["--help", "--version"][..]),
+        false => ("verb", &["help"][..]),
+    };
+    let names = VERBS.iter().map(|verb| verb.name).chain(flags.iter().copied());
+    let hint = hint(name, names);
+    Err(Error::usage(format!("unknown {kind} {name:?}{hint} (see coli --help)")))
 }
 
 /// Text to stdout, at once; a full disk behind it is an error, not a panic.
@@ -243,22 +263,31 @@ fn help(verb: &Verb) -> String {
     );
     for flag in verb.flags.iter().copied().flatten() {
         let name = flag.value.map_or(flag.name.into(), |value| format!("{} {value}", flag.name));
-        let env = flag.env.map_or(String::new(), |env| format!(" (or {env})"));
-        text += &format!("  {name:<18} {}{env}\n", flag.help);
+        let help = match (flag.env, flag.help.strip_suffix(')')) {
+            (None, _) => flag.help.to_string(),
+            (Some(env), None) => format!("{} (or ${env})", flag.help),
+            (Some(env), Some(open)) => format!("{open}, or ${env})"),
+        };
+        text += &format!("  {name:<18} {help}\n");
     }
     text + &format!("\nexample:\n  {}\n", verb.example)
 }
 
 fn unknown_flag(verb: &Verb, name: &str) -> Error {
     let names = verb.flags.iter().copied().flatten().map(|flag| flag.name);
-    let hint = nearest(name, names).map_or(String::new(), |n| format!(", did you mean {n}?"));
-    Error::usage(format!("unknown flag {name}{hint}"))
+    Error::usage(format!("unknown flag {name}{}", hint(name, names)))
 }
 
-/// The candidate with the smallest edit distance, if it is at most half the word away.
-fn nearest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let (distance, best) = candidates.map(|c| (edit_distance(word, c), c)).min()?;
-    (distance * 2 <= word.len()).then_some(best)
+/// `, did you mean …?` with the nearest candidate, if one is near: at most two changes away, and
+/// fewer than half of the word's letters, or one is the beginning of the other.
+fn hint<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> String {
+    let near = candidates.filter_map(|candidate| {
+        let distance = edit_distance(word, candidate);
+        let begins = candidate.starts_with(word) || word.starts_with(candidate);
+        let is_near = begins || (distance <= 2 && distance * 2 < word.len());
+        is_near.then_some((distance, candidate))
+    });
+    near.min().map_or(String::new(), |(_, name)| format!(", did you mean {name}?"))
 }
 
 /// Insertions, deletions and replacements from `a` to `b`.
@@ -298,8 +327,17 @@ mod tests {
         let error = Args::parse(&TEST, &words("--ctxx 5")).err().unwrap();
         assert_eq!(error.to_string(), "unknown flag --ctxx, did you mean --ctx?");
         assert_eq!(error.exit_code(), 2);
-        let error = main(&words("logit")).unwrap_err().to_string();
-        assert!(error.contains("did you mean logits?"), "{error}");
+        for (typed, expected) in [
+            ("logit", "unknown verb \"logit\", did you mean logits? (see coli --help)"),
+            ("--verison", "unknown flag \"--verison\", did you mean --version? (see coli --help)"),
+            ("chat", "unknown verb \"chat\" (see coli --help)"),
+            ("help lgits", "unknown verb \"lgits\", did you mean logits? (see coli --help)"),
+            ("run --temperature 1", "run: unknown flag --temperature, did you mean --temp?"),
+            ("run --max-tokens 1", "run: unknown flag --max-tokens"),
+            ("run -x", "run: unknown flag -x"),
+        ] {
+            assert_eq!(main(&words(typed)).unwrap_err().to_string(), expected);
+        }
     }
 
     #[test]

@@ -103,6 +103,9 @@ fn run(args: &Args) -> Result<()> {
     let path = args.get("--ref").map_or_else(default_ref, PathBuf::from);
     let tolerance = args.number("--tolerance", 0.0..=1e9)?.unwrap_or(1e-4);
     args.required("--model")?;
+    if args.has("--tolerance") && !args.has("--logits") {
+        return Err(Error::usage("--tolerance has no effect without --logits"));
+    }
     let reference = Reference::read(&path)?;
     let tokens = reference.full_ids.len();
     let setup = Setup::new(args, tokens)?;
@@ -114,8 +117,13 @@ fn run(args: &Args) -> Result<()> {
     let greedy = greedy(&engine, &reference)?;
     let (forced_total, greedy_total) =
         (reference.tf_pred.len(), reference.full_ids.len() - reference.prompt_ids.len());
-    let close = difference.is_none_or(|d| d.max_abs <= tolerance);
-    let pass = forced == forced_total && greedy == greedy_total && close;
+    let checks = [
+        ("teacher forcing", forced == forced_total),
+        ("greedy", greedy == greedy_total),
+        ("logits", difference.is_none_or(|d| d.max_abs <= tolerance)),
+    ];
+    let failed: Vec<&str> =
+        checks.iter().filter(|(_, holds)| !holds).map(|(name, _)| *name).collect();
     if args.has("--json") {
         let matched =
             |matched, total| object(vec![("matched", count(matched)), ("total", count(total))]);
@@ -126,7 +134,7 @@ fn run(args: &Args) -> Result<()> {
             ("teacher_forcing", matched(forced, forced_total)),
             ("greedy", matched(greedy, greedy_total)),
             ("logits", logits),
-            ("pass", Value::Bool(pass)),
+            ("pass", Value::Bool(failed.is_empty())),
         ]))?;
     } else {
         let logits = difference.map_or(String::new(), |d| {
@@ -136,8 +144,8 @@ fn run(args: &Args) -> Result<()> {
             "teacher-forcing {forced}/{forced_total} · greedy {greedy}/{greedy_total}{logits}\n"
         ))?;
     }
-    if !pass {
-        return Err(Error::new(format!("the engine does not match {}", path.display())));
+    if !failed.is_empty() {
+        bail!("{}: the engine does not match: {}", path.display(), failed.join(", "));
     }
     Ok(())
 }

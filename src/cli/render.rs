@@ -19,7 +19,7 @@ const REQUEST_BYTES_MAX: usize = 64 << 20;
 pub const VERB: Verb = Verb {
     name: "render",
     positional: "",
-    summary: "turn an OpenAI chat request on stdin into the prompt that would be fed",
+    summary: "turn an OpenAI chat request on stdin into its prompt; thinking follows the request",
     example: "echo '{\"messages\":[{\"role\":\"user\",\"content\":\"hi\"}]}' | \
               coli render --model oracle/demo",
     flags: &[&[super::MODEL, super::JSON]],

@@ -32,14 +32,15 @@ pub const VERB: Verb = Verb {
             Flag::value("--prompt-file", "FILE", "read the prompt from a file"),
             Flag::value("--ids", "1,2,3", "the prompt as token ids"),
             Flag::switch("--raw", "no chat template; control tokens in the prompt are parsed"),
-            Flag::switch("--think", "let the model think first"),
+            Flag::switch("--think", "let the model think first (default: thinking is off)"),
             Flag::value("-n", "N", "at most N new tokens (default 256)").or_env("NGEN"),
             Flag::value("--temp", "X", "temperature, 0 is greedy (default 1)"),
             Flag::value("--top-p", "X", "nucleus of the distribution (default 0.95)"),
             Flag::value("--top-k", "N", "only the N best tokens (default 0: all)"),
             Flag::value("--min-p", "X", "only tokens this likely against the best (default 0)"),
             Flag::value("--seed", "N", "seed of all draws (default: from the clock)"),
-            Flag::value("--stop", "TEXT", "end before this text"),
+            Flag::value("--stop", "TEXT", "end before this text; may be given several times")
+                .repeated(),
         ],
     ],
     run,
@@ -54,7 +55,7 @@ const NEW_TOKENS_DEFAULT: usize = 256;
 fn run(args: &Args) -> Result<()> {
     let params = params(args)?;
     let new_tokens = args.number("-n", 1..=1usize << 24)?.unwrap_or(NEW_TOKENS_DEFAULT);
-    let stops: Vec<String> = args.get("--stop").map(String::from).into_iter().collect();
+    let stops = args.all("--stop");
     check_usage(args)?;
     let start = Instant::now();
     let setup = Setup::new(args, 0)?;
@@ -125,7 +126,8 @@ fn params(args: &Args) -> Result<Params> {
         min_p: args.number("--min-p", 0.0..=1.0)?.unwrap_or(0.0),
         seed: args.number("--seed", 0..=u64::MAX)?.unwrap_or_else(clock),
     };
-    params.validate().map_err(|error| Error::usage(error.to_string()))?;
+    // The ranges above let pass one value that is not allowed: a top_p of 0.
+    params.validate().map_err(|error| Error::usage(format!("--{error}").replace('_', "-")))?;
     Ok(params)
 }
 
@@ -134,18 +136,16 @@ fn check_usage(args: &Args) -> Result<()> {
     let forms = [!args.positional.is_empty(), args.has("--prompt-file"), args.has("--ids")];
     if forms.iter().filter(|given| **given).count() != 1 {
         let forms = "a PROMPT, --prompt-file or --ids";
-        return Err(Error::usage(format!("coli run: expected exactly one of {forms}")));
+        return Err(Error::usage(format!("expected exactly one of {forms}")));
     }
     if (args.has("--raw") || args.has("--ids")) && args.has("--think") {
-        return Err(Error::usage("coli run: --think needs the chat template"));
+        return Err(Error::usage("--think needs the chat template"));
     }
     if args.has("--raw") && args.has("--ids") {
-        return Err(Error::usage(
-            "coli run: --ids are fed as they are, --raw has no effect on them",
-        ));
+        return Err(Error::usage("--ids are fed as they are, --raw has no effect on them"));
     }
-    if args.get("--stop") == Some("") {
-        return Err(Error::usage("coli run: --stop: expected a text, found none"));
+    if args.all("--stop").iter().any(String::is_empty) {
+        return Err(Error::usage("--stop: expected a text, found none"));
     }
     Ok(())
 }

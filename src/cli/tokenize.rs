@@ -41,11 +41,11 @@ fn run(args: &Args) -> Result<()> {
         decode: args.has("--decode"),
         json: args.has("--json"),
     };
+    if options.decode && args.has("--special") {
+        return Err(Error::usage("--special has no effect on --decode"));
+    }
     let tokenizer = Tokenizer::load(&Path::new(args.required("--model")?).join("tokenizer.json"))?;
     let mut out = BufWriter::new(std::io::stdout().lock());
-    if options.decode && args.has("--special") {
-        return Err(Error::usage("coli tokenize: --special has no effect on --decode"));
-    }
     tokenize(&tokenizer, options, &mut std::io::stdin().lock(), &mut out)?;
     out.flush().context(|| "stdout")
 }
