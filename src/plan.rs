@@ -118,9 +118,11 @@ impl Plan {
     }
 }
 
-/// Bytes as gigabytes (10⁹) with one decimal; small amounts as megabytes.
+/// Bytes as gigabytes (10⁹) with one decimal; small amounts as megabytes or as they are.
 pub fn gb(bytes: usize) -> String {
-    if bytes < 100_000_000 {
+    if bytes < 100_000 {
+        format!("{bytes} bytes")
+    } else if bytes < 100_000_000 {
         format!("{:.1} MB", bytes as f64 / 1e6)
     } else {
         format!("{:.1} GB", bytes as f64 / 1e9)

@@ -275,7 +275,7 @@ fn every_stop_id_ends_the_turn_and_never_reaches_the_reply() {
     }
 }
 
-/// The last stop given completes first in one order, the first in the other.
+/// Whatever their order, the text that is complete first ends the reply.
 #[test]
 fn each_of_several_stop_texts_ends_the_reply() {
     let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("oracle/demo");
@@ -415,6 +415,37 @@ fn info_warns_of_a_draft_head_with_four_bits_a_row() {
         assert!(head.contains(&format!("int{bits}-row")), "{head}");
         assert!(text(&output.stdout).contains("built in (GLM-5.2)"));
     }
+}
+
+/// Sizes from the files' own headers: nothing in them may be missing from the classes.
+#[test]
+fn the_classes_of_info_hold_every_tensor_and_every_byte() {
+    let mut seen = std::collections::BTreeSet::new();
+    for name in ["a_seed", "g_bf16_sharded", "h_mtp", "i_tied_bias", "formats/mixed"] {
+        let value = one_object(&coli(&["info", "--json", "--model", &model(name)]));
+        let (mut tensors, mut bytes) = (0, 0);
+        for entry in std::fs::read_dir(fixture(name)).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_some_and(|extension| extension == "safetensors") {
+                let file = std::fs::read(&path).unwrap();
+                let header = u64::from_le_bytes(file[..8].try_into().unwrap());
+                let parsed = json::parse(&file[8..8 + header as usize], Limits::default()).unwrap();
+                let keys = parsed.as_object().unwrap().iter();
+                tensors += keys.filter(|(key, _)| key != "__metadata__").count() as u64;
+                bytes += file.len() as u64 - 8 - header;
+            }
+        }
+        let classes = value.get("classes").unwrap().as_array().unwrap();
+        let sum = |key: &str| classes.iter().map(|c| c.get(key).unwrap().as_u64().unwrap()).sum();
+        assert_eq!((sum("tensors"), sum("bytes")), (tensors, bytes), "{name}");
+        assert_eq!(value.get("bytes").unwrap().as_u64(), Some(bytes), "{name}");
+        seen.extend(classes.iter().map(|c| c.get("class").unwrap().as_str().unwrap().to_string()));
+    }
+    for class in ["norm", "bias", "mtp layer", "router", "embedding and head"] {
+        assert!(seen.contains(class), "no {class} in {seen:?}");
+    }
+    let plain = coli(&["info", "--model", &model("a_seed")]);
+    assert!(text(&plain.stdout).starts_with("1 shard, "), "{plain:?}");
 }
 
 /// A reader that goes away early is not an error worth a word.

@@ -13,7 +13,7 @@ use crate::safetensors::Directory;
 use crate::sys;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{MatrixSource, Mlp, Weights};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 /// The verb's table entry.
@@ -26,7 +26,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Matrices of one class and format: how many, and their bytes.
+/// Tensors of one class and format, scales included: how many, and their bytes.
 type Classes = BTreeMap<(&'static str, String), (usize, usize)>;
 
 fn run(args: &Args) -> Result<()> {
@@ -34,18 +34,19 @@ fn run(args: &Args) -> Result<()> {
     let config = Config::load(dir)?;
     let directory = Directory::open(dir)?;
     let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
-    let classes = classes(&weights);
+    let classes = classes(&directory, &config, &weights);
+    let total_bytes = classes.values().map(|(_, bytes)| bytes).sum();
     let head_format = draft_head_format(&directory, &config)?;
     let tokenizer_file = dir.join("tokenizer.json");
     let tokenizer =
         sys::is_present(&tokenizer_file).then(|| Tokenizer::load(&tokenizer_file)).transpose()?;
     let state_files = state_files(dir)?;
     if args.has("--json") {
-        let tensors = classes.iter().map(|((class, format), (matrices, bytes))| {
+        let rows = classes.iter().map(|((class, format), (tensors, bytes))| {
             object(vec![
                 ("class", Value::String(class.to_string())),
                 ("format", Value::String(format.clone())),
-                ("matrices", count(*matrices)),
+                ("tensors", count(*tensors)),
                 ("bytes", count(*bytes)),
             ])
         });
@@ -53,8 +54,9 @@ fn run(args: &Args) -> Result<()> {
         return print_json(&object(vec![
             ("shards", count(directory.shards().len())),
             ("tensors", count(directory.len())),
+            ("bytes", count(total_bytes)),
             ("shape", shape(&config)),
-            ("classes", Value::Array(tensors.collect())),
+            ("classes", Value::Array(rows.collect())),
             ("mtp", head_format.map_or(Value::Null, |f| Value::String(f.to_string()))),
             ("indexer", Value::Bool(weights.has_indexer)),
             ("tokenizer", tokenizer.map_or(Value::Null, |t| count(t.vocab_size()))),
@@ -63,14 +65,16 @@ fn run(args: &Args) -> Result<()> {
     }
     let mut text = String::new();
     let mut line = |line: String| text += &(line + "\n");
-    line(format!("{} shards, {} tensors", directory.shards().len(), directory.len()));
+    let (shards, tensors) = (directory.shards().len(), directory.len());
+    let plural = if shards == 1 { "" } else { "s" };
+    line(format!("{shards} shard{plural}, {tensors} tensors, {}", gb(total_bytes)));
     if let Value::Object(fields) = shape(&config) {
         for (name, value) in fields {
             line(format!("  {name:<22} {}", crate::json::to_compact(&value)));
         }
     }
-    for ((class, format), (matrices, bytes)) in &classes {
-        line(format!("  {class:<22} {format:<14} {matrices:>6} matrices  {}", gb(*bytes)));
+    for ((class, format), (tensors, bytes)) in &classes {
+        line(format!("  {class:<22} {format:<14} {tensors:>6} tensors  {}", gb(*bytes)));
     }
     let yes_no = |yes: bool| if yes { "yes" } else { "no" };
     let head = head_format.map_or("none".into(), describe_draft_head);
@@ -133,44 +137,58 @@ fn shape(c: &Config) -> Value {
     ])
 }
 
-/// Counts matrices by class and format.
-fn classes(weights: &Weights) -> Classes {
+/// Counts every tensor of the directory by class and format. Scales count with their matrix.
+fn classes(directory: &Directory, config: &Config, weights: &Weights) -> Classes {
+    let resident = weights.resident().into_iter().map(|matrix| &matrix.source);
+    let experts = weights.layers.iter().flat_map(|layer| match &layer.mlp {
+        Mlp::Sparse(moe) => moe.experts.as_slice(),
+        Mlp::Dense(_) => &[],
+    });
+    let experts = experts.flat_map(|expert| [&expert.gate, &expert.up, &expert.down]);
+    let bound = resident.chain(experts).chain([weights.embedding.source()]);
+    let formats: HashMap<&str, Format> =
+        bound.map(|source| (&*source.name, source.format)).collect();
     let mut classes = Classes::new();
-    let mut add = |class, source: &MatrixSource| {
-        let entry = classes.entry((class, source.format.to_string())).or_default();
+    for (name, tensor) in directory.iter() {
+        let owner = SCALE_SUFFIXES.iter().filter_map(|suffix| name.strip_suffix(suffix));
+        let owner = owner.filter_map(|owner| Some((owner, directory.get(owner)?))).next();
+        let (name, dtype) = owner.map_or((name, tensor.dtype), |(name, t)| (name, t.dtype));
+        let format = formats.get(name);
+        let class = class_of(name, config, format.is_some());
+        let format = format.map_or_else(|| dtype.name().to_ascii_lowercase(), Format::to_string);
+        let entry = classes.entry((class, format)).or_default();
         entry.0 += 1;
-        entry.1 += source.bytes();
-    };
-    for matrix in weights.resident() {
-        add(class_of(&matrix.source.name), &matrix.source);
-    }
-    if &*weights.lm_head.source.name != weights.embedding.source().name.as_ref() {
-        add("embedding", weights.embedding.source());
-    }
-    for layer in &weights.layers {
-        if let Mlp::Sparse(moe) = &layer.mlp {
-            for expert in &moe.experts {
-                for matrix in [&expert.gate, &expert.up, &expert.down] {
-                    add("routed expert", matrix);
-                }
-            }
-        }
+        entry.1 += tensor.bytes as usize;
     }
     classes
 }
 
-/// The class that a resident matrix belongs to, from its name.
-fn class_of(name: &str) -> &'static str {
+/// What is added to a matrix's name to name its scales.
+const SCALE_SUFFIXES: [&str; 4] = [".qs", "_scale_inv", "_scale", "_scale_2"];
+
+/// The class of a tensor, from its name; `is_bound` tells that the forward pass has it as a matrix.
+fn class_of(name: &str, config: &Config, is_bound: bool) -> &'static str {
+    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
+    if layer.and_then(|i| i.parse().ok()).is_some_and(|i: usize| i >= config.num_layers) {
+        return "mtp layer";
+    }
     let classes = [
+        ("norm.", "norm"),
+        ("bias", "bias"),
+        (".mlp.experts.", "routed expert"),
         (".indexer.", "indexer"),
         (".self_attn.", "attention"),
         (".shared_experts.", "shared expert"),
         (".mlp.gate.weight", "router"),
         (".mlp.", "dense mlp"),
-        ("embed_tokens", "embedding and head"),
+        (
+            "embed_tokens",
+            if config.tie_word_embeddings { "embedding and head" } else { "embedding" },
+        ),
         ("lm_head", "output head"),
     ];
-    classes.into_iter().find(|(part, _)| name.contains(part)).map_or("other", |(_, class)| class)
+    let class = classes.into_iter().find(|(part, _)| name.contains(part)).map(|(_, class)| class);
+    class.filter(|class| is_bound || ["norm", "bias"].contains(class)).unwrap_or("not used")
 }
 
 /// Names of state files that engines leave in the directory.
