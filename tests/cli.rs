@@ -448,6 +448,23 @@ fn the_classes_of_info_hold_every_tensor_and_every_byte() {
     assert!(text(&plain.stdout).starts_with("1 shard, "), "{plain:?}");
 }
 
+/// `b_dsa_full` without its indexer, whose index_topk is 8. What counts is what is fed: the prompt
+/// and all new tokens but the last.
+#[test]
+fn dense_attention_is_noted_only_where_the_run_exceeds_index_topk() {
+    let dir = TempDir::with_fixture("dense", "b_dsa_full");
+    let path = dir.0.join("model.safetensors");
+    let mut tensors = common::read_safetensors(&path);
+    tensors.retain(|tensor| !tensor.name.contains(".indexer."));
+    common::write_safetensors(&path, &tensors);
+    let model = dir.0.display().to_string();
+    for (new_tokens, notes) in [("6", false), ("7", true)] {
+        let output = coli(&["run", "--model", &model, "--ids", "1,2,3", "-n", new_tokens]);
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!(text(&output.stderr).contains("no indexer tensors"), notes, "{output:?}");
+    }
+}
+
 /// A reader that goes away early is not an error worth a word.
 #[test]
 fn a_closed_pipe_is_a_quiet_end() {
