@@ -301,6 +301,32 @@ fn the_same_seed_draws_the_same_tokens() {
     assert_ne!(run("7"), run("8"));
 }
 
+/// Only tokens as likely as the best are left: the draw is the greedy one. Without it, it is not.
+#[test]
+fn min_p_of_one_leaves_the_best_token_alone() {
+    let model = model("b_dsa_full");
+    let args = ["run", "--model", &model, "--ids", "1,2,3", "-n", "24", "--seed", "7", "--temp"];
+    let run = |rest: &[&str]| text(&coli(&[&args[..], rest].concat()).stdout).to_string();
+    assert_eq!(run(&["1.5", "--min-p", "1"]), run(&["0"]));
+    assert_ne!(run(&["1.5"]), run(&["0"]));
+}
+
+/// The signal comes when the first piece of text has; thousands of tokens are still to come.
+#[test]
+fn an_interrupted_run_ends_its_line_and_exits_with_130() {
+    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("oracle/demo");
+    let demo = demo.display().to_string();
+    let args = ["run", "--model", &demo, "--raw", "--temp", "0", "-n", "4000", "It was"];
+    let mut child = command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+    let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{output:?}");
+    assert_eq!(text(&output.stderr), "coli: interrupted\n");
+    assert!(output.stdout.ends_with(b"\n"));
+}
+
 #[test]
 fn tokenize_reads_stdin_and_decodes_its_own_output() {
     let model = model("tokenizer");

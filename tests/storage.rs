@@ -3,10 +3,12 @@
 
 mod common;
 
+use colibri::config::Config;
 use colibri::engine::{Engine, Options};
 use colibri::experts::ExpertStore;
+use colibri::kv::KvCache;
 use colibri::model::Unobserved;
-use colibri::plan::Limit;
+use colibri::plan::{Limit, Plan};
 use colibri::safetensors::Directory;
 use colibri::weights::{Mlp, Weights};
 use common::{TempDir, TestTensor, fixture, read_safetensors, write_safetensors};
@@ -165,6 +167,39 @@ fn a_shard_that_shrinks_under_a_running_engine_is_a_named_short_read() {
     for part in ["model.safetensors", "ends too soon", "wanted", "at offset", "got"] {
         assert!(error.contains(part), "{part:?} in {error}");
     }
+}
+
+/// Counted by hand from the shapes of `c_shared`, all of it f32: 6 layers, 3 of them with an
+/// indexer, 2 dense, 4 sparse with 6 experts each; hidden 24.
+#[test]
+fn the_plan_counts_the_bytes_that_a_person_counts() {
+    let dir = fixture("c_shared");
+    let config = Config::load(&dir).unwrap();
+    let weights = Weights::bind(&Directory::open(&dir).unwrap(), &config).unwrap();
+    // Per position: latent 12 and rotary key 4 on every layer, index key 8 on three.
+    let kv_bytes = KvCache::bytes(&config, &weights.index_layers(), 100);
+    assert_eq!(kv_bytes, 4 * 100 * (6 * 16 + 3 * 8));
+    let attention = 16 * 24 + 30 * 16 + 16 * 24 + 42 * 12 + 24 * 24;
+    let indexer = 64 * 16 + 8 * 24 + 8 * 24;
+    let (dense, expert, router, head) = (3 * 24 * 28, 3 * 24 * 8, 6 * 24, 64 * 24);
+    let resident = 6 * attention + 3 * indexer + 2 * dense + 4 * (router + expert) + head;
+    let plan = |limit| Plan::new(&weights, kv_bytes, 1000, limit);
+    let two_slots = plan(Limit::SlotsPerLayer(2)).unwrap();
+    let want = Plan {
+        resident_bytes: 4 * resident,
+        kv_bytes: 48_000,
+        scratch_bytes: 1000,
+        expert_bytes: 2 * 4 * 4 * expert,
+        largest_expert_bytes: 4 * expert,
+    };
+    assert_eq!(two_slots, want);
+    let all = plan(Limit::SlotsPerLayer(1000)).unwrap();
+    assert_eq!(all.expert_bytes, 6 * 4 * 4 * expert);
+    // The smallest budget that holds one expert, and a byte less.
+    let least_bytes = 4 * resident + 48_000 + 1000 + 4 * expert;
+    let least = plan(Limit::RamBytes(least_bytes)).unwrap();
+    assert_eq!((least.expert_bytes, least.total_bytes()), (4 * expert, least_bytes));
+    assert!(plan(Limit::RamBytes(least_bytes - 1)).is_err());
 }
 
 #[test]
