@@ -27,6 +27,7 @@ use crate::kv::KvCache;
 use crate::ops::{Compute, Product, Rows, Stage, add_bias, prepare_here, rotate};
 use crate::quant::Encoded;
 use crate::weights::{self, Indexer};
+use std::time::Instant;
 
 /// Heads that share each cached row while it is in registers.
 const HEADS: usize = 4;
@@ -215,6 +216,7 @@ pub fn attend(
     scratch: &mut Scratch,
     out: &mut [f32],
 ) {
+    let start = Instant::now();
     let rows = batch.angles.len();
     let (heads, v_dim) = (config.num_heads, config.v_head_dim);
     let Scratch { queries, contexts, joined, o_input, cuts, workers, .. } = scratch;
@@ -237,6 +239,8 @@ pub fn attend(
         let first = part * group;
         step.heads([first, (first + group).min(heads)], out, worker);
     });
+    compute.tally.add(&step.kv_b, rows);
+    compute.tally.attention_s += start.elapsed().as_secs_f64();
 
     let width = heads * v_dim;
     let joined = fit(joined, rows * width, 0.0);

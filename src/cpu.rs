@@ -58,7 +58,7 @@ impl Isa {
     pub fn checked(self) -> Result<Isa> {
         match self.missing_feature() {
             None => Ok(self),
-            Some(feature) => bail!("--isa {self}: this processor lacks {feature}"),
+            Some(feature) => bail!("{self} needs {feature}, which this processor lacks"),
         }
     }
 }

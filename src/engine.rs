@@ -12,14 +12,15 @@ use crate::cpu::{self, Isa};
 use crate::error::{Context, Result};
 use crate::experts::{Counters, ExpertStore};
 use crate::kv::KvCache;
-use crate::model::{LOGITS_ROWS_MAX, Model, Observer, Runtime, Scratch, State};
-use crate::ops::Compute;
+use crate::model::{LOGITS_ROWS_MAX, Model, Observer, Runtime, Scratch};
+use crate::ops::{Compute, Tally};
 use crate::plan::{Limit, Plan};
 use crate::safetensors::Directory;
 use crate::sample::Sampler;
 use crate::sys;
 use crate::tokenizer::Tokenizer;
 use crate::weights::Weights;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
@@ -42,7 +43,7 @@ impl Default for Options {
     fn default() -> Options {
         Options {
             ctx_tokens: 4096,
-            chunk_rows: 64,
+            chunk_rows: 256,
             limit: Limit::Available,
             threads: cpu::default_threads(),
             isa: Isa::detect(),
@@ -122,6 +123,11 @@ impl Engine {
         Ok(Engine { model, options, runtime, tokenizer })
     }
 
+    /// How it was opened.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
     /// The model's shape.
     pub fn config(&self) -> &Config {
         &self.model.config
@@ -173,6 +179,12 @@ impl Engine {
         self.runtime.lock().unwrap_or_else(PoisonError::into_inner).store.counters()
     }
 
+    /// Work done since the engine was opened, or since this was last asked.
+    pub fn take_tally(&self) -> Tally {
+        let mut runtime = self.runtime.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut runtime.compute.tally)
+    }
+
     /// A new, empty timeline.
     pub fn session(&self) -> Session<'_> {
         let index_layers = self.model.weights.index_layers();
@@ -180,10 +192,8 @@ impl Engine {
         Session {
             engine: self,
             tokens: Vec::new(),
-            state: State {
-                kv: KvCache::new(config, &index_layers, self.options.ctx_tokens),
-                logits: Vec::new(),
-            },
+            kv: KvCache::new(config, &index_layers, self.options.ctx_tokens),
+            logits: Vec::new(),
         }
     }
 }
@@ -193,7 +203,9 @@ pub struct Session<'a> {
     engine: &'a Engine,
     /// Committed tokens: each has its rows in the cache.
     tokens: Vec<u32>,
-    state: State,
+    kv: KvCache,
+    /// `[rows, V]` of the last rows that were asked for
+    logits: Vec<f32>,
 }
 
 impl Session<'_> {
@@ -214,10 +226,11 @@ impl Session<'_> {
         while self.tokens.len() < tokens.len() {
             let rest = &tokens[self.tokens.len()..];
             let chunk = &rest[..rest.len().min(self.engine.options.chunk_rows)];
-            self.state.logits.clear();
-            self.forward(chunk, usize::from(chunk.len() == rest.len()), observer)?;
+            let is_last = chunk.len() == rest.len();
+            let wanted = if is_last { chunk.len() - 1..chunk.len() } else { 0..0 };
+            self.forward(chunk, wanted, observer, |_| Ok(()))?;
         }
-        Ok(&self.state.logits)
+        Ok(&self.logits)
     }
 
     /// Continues `prompt` by at most `new_tokens` tokens. Each goes to `on_token`, which returns
@@ -236,7 +249,7 @@ impl Session<'_> {
         let mut tokens = prompt.to_vec();
         for _ in 0..new_tokens {
             // The last token may be drawn from a full context; it is only never fed back.
-            if tokens.len() > prompt.len().max(self.state.kv.capacity_tokens()) {
+            if tokens.len() > prompt.len().max(self.kv.capacity_tokens()) {
                 return Ok(Finish::Length);
             }
             let next = sampler.sample(self.advance(&tokens, observer)?, tokens.len())?;
@@ -261,13 +274,8 @@ impl Session<'_> {
     ) -> Result<()> {
         self.prepare(tokens)?;
         self.tokens.clear();
-        for chunk in tokens.chunks(self.engine.options.chunk_rows.min(LOGITS_ROWS_MAX)) {
-            self.state.logits.clear();
-            self.forward(chunk, chunk.len(), observer)?;
-            self.state
-                .logits
-                .chunks_exact(self.engine.config().vocab_size)
-                .try_for_each(&mut sink)?;
+        for chunk in tokens.chunks(self.engine.options.chunk_rows) {
+            self.forward(chunk, 0..chunk.len(), observer, &mut sink)?;
         }
         Ok(())
     }
@@ -276,24 +284,31 @@ impl Session<'_> {
         if tokens.is_empty() {
             bail!("no tokens to run");
         }
-        if tokens.len() > self.state.kv.capacity_tokens() {
-            let ctx = self.state.kv.capacity_tokens();
+        if tokens.len() > self.kv.capacity_tokens() {
+            let ctx = self.kv.capacity_tokens();
             bail!("{} tokens do not fit the context of {ctx} (see --ctx)", tokens.len());
         }
         Ok(())
     }
 
-    /// One batch behind the committed tokens; commits it.
+    /// One batch behind the committed tokens; commits it. The logits of its rows `wanted` go to
+    /// `sink` one after the other, and those of the last stay in `self.logits`.
     fn forward(
         &mut self,
         batch: &[u32],
-        logits_rows: usize,
+        wanted: Range<usize>,
         observer: &mut dyn Observer,
+        mut sink: impl FnMut(&[f32]) -> Result<()>,
     ) -> Result<()> {
-        let model = &self.engine.model;
+        let (model, first) = (&self.engine.model, self.tokens.len());
         let mut runtime = self.engine.runtime.lock().unwrap_or_else(PoisonError::into_inner);
-        let first = self.tokens.len();
-        model.forward(batch, first, logits_rows, &mut self.state, &mut runtime, observer)?;
+        model.forward(batch, first, &mut self.kv, &mut runtime, observer)?;
+        for row in wanted.clone().step_by(LOGITS_ROWS_MAX) {
+            let rows = row..(row + LOGITS_ROWS_MAX).min(wanted.end);
+            model.logits(rows, first, &mut runtime, &mut self.logits)?;
+            self.logits.chunks_exact(model.config.vocab_size).try_for_each(&mut sink)?;
+        }
+        drop(runtime);
         self.tokens.extend_from_slice(batch);
         Ok(())
     }

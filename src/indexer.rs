@@ -24,6 +24,7 @@ use crate::kernels::{LANES, fit, tiles};
 use crate::kv::KvCache;
 use crate::ops::{Compute, Rows, layer_norm_in_place, rotate};
 use crate::weights::Indexer;
+use std::time::Instant;
 
 /// Epsilon of the key's LayerNorm; fixed, not the configuration's.
 const KEY_NORM_EPS: f32 = 1e-6;
@@ -105,6 +106,7 @@ pub fn select(
     scratch: &mut Scratch,
     selection: &mut Selection,
 ) -> Result<()> {
+    let start = Instant::now();
     let (heads, dim, rope) = (config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim);
     let Rows { layer, first, angles } = batch;
     let rows = angles.len();
@@ -149,6 +151,7 @@ pub fn select(
             kept[0].choose(scores(i), config.index_topk, &mut worker.order);
         });
     }
+    compute.tally.indexer_s += start.elapsed().as_secs_f64();
     Ok(())
 }
 

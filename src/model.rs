@@ -18,6 +18,7 @@ use crate::moe;
 use crate::ops::{Compute, Product, Rope, Rows, Stage, rms_norm};
 use crate::safetensors::Directory;
 use crate::weights::{Layer, Mlp, Weights};
+use std::ops::Range;
 
 /// Sees what the forward pass decides; for tests and tracing. Every method does nothing unless
 /// implemented.
@@ -48,14 +49,6 @@ pub struct Model {
     /// Resident weights and the places of the others.
     pub weights: Weights,
     rope: Rope,
-}
-
-/// What a forward pass changes of one timeline: the cache, and the logits it appends to.
-pub struct State {
-    /// Rows of earlier positions.
-    pub kv: KvCache,
-    /// `[rows, V]`
-    pub logits: Vec<f32>,
 }
 
 /// What one forward pass at a time works with, whatever its timeline.
@@ -118,8 +111,7 @@ impl Model {
         Model { config, directory, weights, rope }
     }
 
-    /// Runs `tokens` at positions `first…` and appends the logits `[V]` of the last
-    /// `logits_rows` of them to `state.logits`.
+    /// Runs `tokens` at positions `first…`; [`Model::logits`] then gives what any of them predicts.
     ///
     /// The cache must hold the positions before `first` and have room for the tokens. Errors: a
     /// token outside the vocabulary, a failed expert read, a non-finite value (with layer and
@@ -128,15 +120,11 @@ impl Model {
         &self,
         tokens: &[u32],
         first: usize,
-        logits_rows: usize,
-        state: &mut State,
+        kv: &mut KvCache,
         runtime: &mut Runtime,
         observer: &mut dyn Observer,
     ) -> Result<()> {
-        assert!(first + tokens.len() <= state.kv.capacity_tokens(), "the cache is too small");
-        assert!(logits_rows <= tokens.len(), "logits of rows that are not in the batch");
-        assert!(logits_rows <= LOGITS_ROWS_MAX, "logits of {logits_rows} rows at once");
-        let State { kv, logits } = state;
+        assert!(first + tokens.len() <= kv.capacity_tokens(), "the cache is too small");
         let Runtime { compute, store, scratch } = runtime;
         self.embed(tokens, first, scratch)?;
         let (rows, hidden) = (tokens.len(), self.config.hidden_size);
@@ -152,7 +140,33 @@ impl Model {
                 .context(|| format!("layer {index}"))?;
         }
         self.observe_hidden(self.config.num_layers, first, &scratch.x[..rows * hidden], observer);
-        self.head([first, rows, logits_rows], compute, scratch, logits, observer)
+        let forms = Forms::default().and(self.weights.lm_head.source.format);
+        self.norm(compute, rows, &self.weights.final_norm, forms, scratch);
+        let normed = &scratch.normed[..rows * hidden];
+        self.observe_hidden(self.config.num_layers + 1, first, normed, observer);
+        Ok(())
+    }
+
+    /// Logits `[rows, V]` of some rows of the batch that [`Model::forward`] just ran from position
+    /// `first` on. Error: a logit that is not finite, with position and token.
+    pub fn logits(
+        &self,
+        rows: Range<usize>,
+        first: usize,
+        runtime: &mut Runtime,
+        logits: &mut Vec<f32>,
+    ) -> Result<()> {
+        let Scratch { input, all, stage, .. } = &mut runtime.scratch;
+        let vocab = self.config.vocab_size;
+        logits.resize(rows.len() * vocab, 0.0);
+        let (matrix, tokens) = (self.weights.lm_head.encoded(), &all[rows.clone()]);
+        stage.run(&mut runtime.compute, 1, |_| Product { matrix, x: input, tokens });
+        stage.copy(&mut runtime.compute, 0, logits);
+        if let Some(i) = logits.iter().position(|logit| !logit.is_finite()) {
+            let (position, token) = (first + rows.start + i / vocab, i % vocab);
+            bail!("position {position}: the logit of token {token} is {}", logits[i]);
+        }
+        Ok(())
     }
 
     /// x = embedding rows; angles of each position.
@@ -286,37 +300,6 @@ impl Model {
             }
         }
         add(delta, &mut x[..rows * self.config.hidden_size]);
-        Ok(())
-    }
-
-    /// Final norm and output head of the last `logits_rows` of the batch's rows.
-    fn head(
-        &self,
-        [first, rows, logits_rows]: [usize; 3],
-        compute: &mut Compute,
-        scratch: &mut Scratch,
-        logits: &mut Vec<f32>,
-        observer: &mut dyn Observer,
-    ) -> Result<()> {
-        let (hidden, vocab) = (self.config.hidden_size, self.config.vocab_size);
-        let forms = Forms::default().and(self.weights.lm_head.source.format);
-        self.norm(compute, rows, &self.weights.final_norm, forms, scratch);
-        let Scratch { normed, input, all, stage, .. } = scratch;
-        self.observe_hidden(self.config.num_layers + 1, first, &normed[..rows * hidden], observer);
-        if logits_rows == 0 {
-            return Ok(());
-        }
-        let skipped = rows - logits_rows;
-        let start = logits.len();
-        logits.resize(start + logits_rows * vocab, 0.0);
-        let out = &mut logits[start..];
-        let (matrix, tokens) = (self.weights.lm_head.encoded(), &all[skipped..rows]);
-        stage.run(compute, 1, |_| Product { matrix, x: input, tokens });
-        stage.copy(compute, 0, out);
-        if let Some(i) = out.iter().position(|logit| !logit.is_finite()) {
-            let (position, token) = (first + skipped + i / vocab, i % vocab);
-            bail!("position {position}: the logit of token {token} is {}", out[i]);
-        }
         Ok(())
     }
 

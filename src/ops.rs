@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use crate::cpu::Isa;
-use crate::kernels::activations::{BLOCK, pad_row};
+use crate::kernels::activations::{BLOCK, Unfilled, pad_row};
 use crate::kernels::elementwise::{Norm, Quantize};
 use crate::kernels::tiles::{self, ProductPart};
 use crate::kernels::{
@@ -14,6 +14,7 @@ use crate::kernels::{
 };
 use crate::pool::Pool;
 use crate::quant::Encoded;
+use std::time::Instant;
 
 /// Weight bytes that one part of a stage streams when there is one row of activations: enough
 /// that its start is cheap, small enough that the last parts of two threads end together.
@@ -42,7 +43,33 @@ pub struct Compute {
     pub arithmetic: Arithmetic,
     /// One per thread.
     pub scratch: Vec<tiles::Scratch>,
+    /// What was computed so far.
+    pub tally: Tally,
     cuts: Vec<usize>,
+}
+
+/// Work done and the time it took, for benchmarks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tally {
+    /// Multiply-adds of weights with activations.
+    pub macs: u64,
+    /// Weights and scales that they read, once per stage.
+    pub weight_bytes: u64,
+    /// Seconds in stages of products.
+    pub product_s: f64,
+    /// Seconds from absorbed queries to contexts; its weights count in `macs` and
+    /// `weight_bytes`.
+    pub attention_s: f64,
+    /// Seconds of scoring and choosing keys.
+    pub indexer_s: f64,
+}
+
+impl Tally {
+    /// Counts one matrix times `rows` rows.
+    pub fn add(&mut self, matrix: &Encoded<'_>, rows: usize) {
+        self.macs += (matrix.rows * matrix.cols * rows) as u64;
+        self.weight_bytes += (matrix.weights.len() + matrix.scales.len()) as u64;
+    }
 }
 
 impl Compute {
@@ -50,7 +77,8 @@ impl Compute {
     pub fn new(threads: usize, isa: Isa) -> Compute {
         let pool = Pool::new(threads);
         let scratch = (0..pool.threads()).map(|_| tiles::Scratch::default()).collect();
-        Compute { pool, arithmetic: Arithmetic::new(isa), scratch, cuts: Vec::new() }
+        let arithmetic = Arithmetic::new(isa);
+        Compute { pool, arithmetic, scratch, tally: Tally::default(), cuts: Vec::new() }
     }
 
     /// Calls `f(t, row t, scratch of the thread)` for each of the rows of `data [T, width]`, on
@@ -81,8 +109,8 @@ impl Compute {
         out: &mut Activations,
     ) {
         let arithmetic = self.arithmetic;
-        let (natural, planes, floats) = out.reshape(count, cols, forms);
-        for (order, blocks) in [(Order::Natural, natural), (Order::Planes, planes)] {
+        let Unfilled { natural, packed, packed_order, floats } = out.reshape(count, cols, forms);
+        for (order, blocks) in [(Order::Natural, natural), (packed_order, packed)] {
             self.each_row(blocks, cols.div_ceil(BLOCK), |t, blocks, _| {
                 arithmetic.run(Quantize { x: row(t), order, blocks });
             });
@@ -100,8 +128,8 @@ pub fn prepare_here<'a>(
     row: impl Fn(usize) -> &'a [f32],
     out: &mut Activations,
 ) {
-    let (natural, planes, floats) = out.reshape(count, cols, forms);
-    for (order, blocks) in [(Order::Natural, natural), (Order::Planes, planes)] {
+    let Unfilled { natural, packed, packed_order, floats } = out.reshape(count, cols, forms);
+    for (order, blocks) in [(Order::Natural, natural), (packed_order, packed)] {
         for (t, blocks) in blocks.chunks_exact_mut(cols.div_ceil(BLOCK)).enumerate() {
             arithmetic.run(Quantize { x: row(t), order, blocks });
         }
@@ -149,6 +177,7 @@ impl Stage {
         count: usize,
         product: impl Fn(usize) -> Product<'a> + Sync,
     ) {
+        let start = Instant::now();
         let Stage { slab, cuts, parts, firsts } = self;
         parts.clear();
         firsts.clear();
@@ -158,6 +187,7 @@ impl Stage {
         for i in 0..count {
             let Product { matrix, x, tokens } = product(i);
             assert_eq!(matrix.cols, x.cols(), "input features");
+            compute.tally.add(&matrix, tokens.len());
             firsts.push(parts.len());
             let rows_most = match tokens.len() {
                 1 => (PART_BYTES / matrix.format.row_bytes(matrix.cols)).max(4) / 4 * 4,
@@ -179,6 +209,7 @@ impl Stage {
             let rows = first_row..first_row + rows;
             arithmetic.run(ProductPart { matrix, rows, x, tokens, y, scratch });
         });
+        compute.tally.product_s += start.elapsed().as_secs_f64();
     }
 
     /// Result `[O]` of product `i` for the `t`-th of its tokens, as runs: `f(first row, values)`.

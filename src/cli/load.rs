@@ -5,8 +5,9 @@
 use super::{Args, Flag, note, print_text};
 use crate::bail;
 use crate::config::Config;
+use crate::cpu::Isa;
 use crate::engine::{Engine, Options};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::json::{Value, to_compact};
 use crate::model::Observer;
 use crate::plan::{Limit, gb};
@@ -25,7 +26,9 @@ pub const FLAGS: &[Flag] = &[
     )
     .or_env("RAM_GB"),
     Flag::value("--cap", "N", "expert slots per layer, instead of --ram"),
-    Flag::value("--chunk", "N", "prompt rows per pass (default 64); never changes a bit"),
+    Flag::value("--chunk", "N", "prompt rows per pass (default 256); never changes a bit"),
+    Flag::value("--threads", "N", "threads that compute (default: cores that we may use)"),
+    Flag::value("--isa", "NAME", "auto, scalar, avx2 or avx512 (default auto); same bits"),
     super::JSON,
 ];
 
@@ -38,6 +41,12 @@ fn options(args: &Args) -> Result<Options> {
     if let Some(rows) = args.number("--chunk", 1..=4096)? {
         options.chunk_rows = rows;
     }
+    if let Some(threads) = args.number("--threads", 1..=1024)? {
+        options.threads = threads;
+    }
+    if let Some(isa) = args.get("--isa") {
+        options.isa = isa.parse::<Isa>().and_then(Isa::checked).map_err(|e| usage("--isa", e))?;
+    }
     // 0 is "decide yourself" for the users of RAM_GB.
     let ram_gb = args.number("--ram", 0.0..=1e6)?.filter(|gb| *gb > 0.0);
     let ram = ram_gb.map(|gb| Limit::RamBytes((gb * 1e9) as usize));
@@ -46,6 +55,10 @@ fn options(args: &Args) -> Result<Options> {
         options.limit = limit;
     }
     Ok(options)
+}
+
+fn usage(flag: &str, error: Error) -> Error {
+    Error::usage(format!("{flag}: {error}"))
 }
 
 /// A run before any weight is read. Loading takes minutes: what is wrong with the input is said

@@ -10,6 +10,7 @@ use crate::error::{Context, Error, Result};
 use std::io::Write;
 use std::str::FromStr;
 
+mod bench;
 mod info;
 mod load;
 mod logits;
@@ -80,8 +81,15 @@ pub struct Verb {
 }
 
 /// Every verb, in the order of the help text.
-pub const VERBS: &[&Verb] =
-    &[&run::VERB, &oracle::VERB, &logits::VERB, &tokenize::VERB, &render::VERB, &info::VERB];
+pub const VERBS: &[&Verb] = &[
+    &run::VERB,
+    &oracle::VERB,
+    &logits::VERB,
+    &tokenize::VERB,
+    &render::VERB,
+    &info::VERB,
+    &bench::VERB,
+];
 
 /// Parsed arguments of one verb.
 #[derive(Default)]

@@ -1,9 +1,10 @@
 //! Activations as the quantized dot product takes them: blocks of 128 sixteen-bit integers.
 //!
-//! A block's scale is amax / 32767 and its integers are x / scale rounded to the nearest, ties to
-//! even: an error of at most 2⁻¹⁶ of the block's largest value. A block whose largest value is
-//! below 1e-34 becomes zero, so that 32767 / amax stays finite; a block with a NaN or an infinity
-//! gets a non-finite scale, and with it every result that depends on it.
+//! Eight columns of a block share a lane and a scale, amax / 32767; their integers are x / scale
+//! rounded to the nearest, ties to even: an error of at most 2⁻¹⁶ of the largest of the eight, so
+//! an outlier costs its neighbours nothing. Eight columns below 1e-34 become zero, so that
+//! 32767 / amax stays finite; with a NaN or an infinity among them the scale is not finite, and
+//! neither is any result that depends on it.
 //!
 //! Integers are stored in the order in which the weights they meet come out of their bytes, see
 //! [`Order`], so that decoding weights takes shifts and masks only.
@@ -16,32 +17,29 @@ use crate::quant::Format;
 
 /// Columns of a block.
 pub const BLOCK: usize = 128;
-/// Below this the largest value of a block counts as zero.
+/// Below this the largest value of a lane counts as zero.
 const AMAX_MIN: f32 = 1e-34;
 
-/// Where a block keeps its columns. Element i of the stored integers belongs to lane
-/// (i mod 32) / 2 of 16: a lane is one 32-bit sum of two products per plane of 32 integers.
+/// Where a block keeps its columns, which decides what each of the 16 lanes sums up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// As they are. Lane l has columns 2l and 2l + 1 of every 32. For weights of whole bytes.
+    /// Plane p holds the columns 32p … 32p + 31 as 16-bit integers. Lane l has the columns 2l and
+    /// 2l + 1 of each. For weights of whole bytes.
     Natural,
-    /// Plane p holds the columns 4w + p. Lane l has columns 8l … 8l + 7, so scales of groups of
-    /// a multiple of 8 columns are a vector over lanes. For packed weights: bits 4p … 4p + 3 of
-    /// the 16-bit word w are the weights of plane p.
+    /// Plane p holds the columns 4w + p as 16-bit integers. Lane l has columns 8l … 8l + 7, so
+    /// scales of groups of a multiple of 8 columns are a vector over lanes. For packed weights
+    /// and several rows of activations.
     Planes,
+    /// The same lanes for one row of activations, where decoding weights takes most of the time
+    /// and bytes take least: the upper bytes (signed) of even and of odd columns, then the lower
+    /// bytes (unsigned) of even and of odd columns. Σ w·x = 256 · Σ w·upper + Σ w·lower, exactly.
+    Bytes,
 }
 
 impl Order {
-    /// Columns in the order of storage.
-    pub const fn column(self, index: usize) -> usize {
-        match self {
-            Order::Natural => index,
-            Order::Planes => 4 * (index % 32) + index / 32,
-        }
-    }
-
-    /// The order that a weight format needs; `None` for formats of floats.
-    pub const fn of(format: Format) -> Option<Order> {
+    /// The order that a weight format needs for so many rows of activations; `None` for formats
+    /// of floats.
+    pub const fn of(format: Format, rows: usize) -> Option<Order> {
         match format {
             Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block => None,
             Format::Int8Row => Some(Order::Natural),
@@ -49,7 +47,15 @@ impl Order {
             | Format::Int2Row
             | Format::Int4Group(_)
             | Format::Int3Group64
-            | Format::Nvfp4 => Some(Order::Planes),
+            | Format::Nvfp4 => Some(if rows == 1 { Order::Bytes } else { Order::Planes }),
+        }
+    }
+
+    /// The lane that sums up a column of its block.
+    pub const fn lane(self, column: usize) -> usize {
+        match self {
+            Order::Natural => column % 32 / 2,
+            Order::Planes | Order::Bytes => column / 8,
         }
     }
 }
@@ -58,17 +64,34 @@ impl Order {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(align(64))]
 pub struct Block {
-    /// Four planes of 32 integers, see [`Order`].
-    pub planes: [[i16; 32]; 4],
-    /// Sum of the integers of each lane: what an offset in the weights' codes is multiplied by.
-    pub lane_sums: [i32; LANES],
+    /// The integers, see [`Order`].
+    pub planes: [[u8; 64]; 4],
+    /// Eight times the sum of the integers of each lane: what an offset of 8 in the weights'
+    /// codes adds to a sum.
+    pub sums8: [i32; LANES],
     /// Value of one unit of each lane.
     pub scales: [f32; LANES],
 }
 
 /// A block of zeros.
 pub const ZERO_BLOCK: Block =
-    Block { planes: [[0; 32]; 4], lane_sums: [0; LANES], scales: [0.0; LANES] };
+    Block { planes: [[0; 64]; 4], sums8: [0; LANES], scales: [0.0; LANES] };
+
+impl Block {
+    /// The integer of one column.
+    pub fn integer(&self, order: Order, column: usize) -> i16 {
+        let word =
+            |plane: &[u8; 64], w: usize| i16::from_le_bytes([plane[2 * w], plane[2 * w + 1]]);
+        match order {
+            Order::Natural => word(&self.planes[column / 32], column % 32),
+            Order::Planes => word(&self.planes[column % 4], column / 4),
+            Order::Bytes => {
+                let (parity, i) = (column % 2, column / 2);
+                i16::from_le_bytes([self.planes[2 + parity][i], self.planes[parity][i]])
+            }
+        }
+    }
+}
 
 /// Quantizes the row `x` into `blocks`, `x.len() / 128` rounded up of them.
 pub fn quantize_row(x: &[f32], order: Order, blocks: &mut [Block]) {
@@ -86,8 +109,11 @@ pub fn quantize_row(x: &[f32], order: Order, blocks: &mut [Block]) {
 
 #[inline(always)]
 fn quantize_block(x: &[f32; BLOCK], order: Order, block: &mut Block) {
-    let planes: [[f32; 32]; 4] =
-        std::array::from_fn(|p| std::array::from_fn(|w| x[order.column(32 * p + w)]));
+    // Lane l of a plane of 32 has the elements 2l and 2l + 1.
+    let planes: [[f32; 32]; 4] = match order {
+        Order::Natural => std::array::from_fn(|p| std::array::from_fn(|w| x[32 * p + w])),
+        _ => std::array::from_fn(|p| std::array::from_fn(|w| x[4 * w + p])),
+    };
     // As integers, magnitudes order like the floats and a NaN is above all: none is overlooked.
     let magnitude = |x: f32| x.to_bits() & 0x7fff_ffff;
     let mut inverses = [0.0; LANES];
@@ -98,16 +124,34 @@ fn quantize_block(x: &[f32; BLOCK], order: Order, block: &mut Block) {
         inverses[l] = if is_zero { 0.0 } else { 32767.0 / amax };
         block.scales[l] = if is_zero { 0.0 } else { amax / 32767.0 };
     }
-    for (plane, x) in block.planes.iter_mut().zip(&planes) {
+    let mut integers = [[0i16; 32]; 4];
+    for (integers, x) in integers.iter_mut().zip(&planes) {
         for w in 0..32 {
             // Adding and subtracting 1.5·2²³ rounds to the nearest integer, ties to even; it is
             // exact for magnitudes up to 2²². Only lanes that are not finite are ever clamped.
             let rounded = (x[w] * inverses[w / 2]).clamp(-32767.0, 32767.0) + ROUND;
-            plane[w] = rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i16;
+            integers[w] = rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i16;
         }
     }
-    for (l, sum) in block.lane_sums.iter_mut().enumerate() {
-        *sum = block.planes.iter().map(|p| p[2 * l] as i32 + p[2 * l + 1] as i32).sum();
+    for (l, sum) in block.sums8.iter_mut().enumerate() {
+        let pairs = integers.iter().map(|p| p[2 * l] as i32 + p[2 * l + 1] as i32);
+        *sum = 8 * pairs.sum::<i32>();
+    }
+    if order == Order::Bytes {
+        for i in 0..64 {
+            // Columns 2i and 2i + 1.
+            let pair = [integers[2 * (i % 2)][i / 2], integers[2 * (i % 2) + 1][i / 2]];
+            for (parity, integer) in pair.into_iter().enumerate() {
+                block.planes[parity][i] = (integer >> 8) as u8;
+                block.planes[2 + parity][i] = integer as u8;
+            }
+        }
+        return;
+    }
+    for (plane, integers) in block.planes.iter_mut().zip(&integers) {
+        for (w, integer) in integers.iter().enumerate() {
+            [plane[2 * w], plane[2 * w + 1]] = integer.to_le_bytes();
+        }
     }
 }
 
@@ -118,8 +162,8 @@ const ROUND: f32 = 12_582_912.0;
 pub struct Forms {
     /// Blocks in natural order.
     pub natural: bool,
-    /// Blocks in planes.
-    pub planes: bool,
+    /// Blocks for packed weights.
+    pub packed: bool,
     /// Plain floats.
     pub floats: bool,
 }
@@ -127,9 +171,9 @@ pub struct Forms {
 impl Forms {
     /// These forms and the one that `format` needs.
     pub fn and(mut self, format: Format) -> Forms {
-        match Order::of(format) {
+        match Order::of(format, 1) {
             Some(Order::Natural) => self.natural = true,
-            Some(Order::Planes) => self.planes = true,
+            Some(_) => self.packed = true,
             None => self.floats = true,
         }
         self
@@ -141,38 +185,59 @@ impl Forms {
 pub struct Activations {
     /// Features of a row.
     cols: usize,
+    /// Rows, of which a single one has packed blocks of its own order.
+    rows: usize,
     /// What was filled.
     forms: Forms,
     /// `[rows, blocks]`
     natural: Vec<Block>,
     /// `[rows, blocks]`
-    planes: Vec<Block>,
+    packed: Vec<Block>,
     /// `[rows, cols / 16 rounded up]`, padded with zeros
     floats: Vec<[f32; LANES]>,
 }
 
+/// What is to be filled of some activations, `rows` equal parts each; empty when not needed.
+pub struct Unfilled<'a> {
+    /// Blocks in natural order.
+    pub natural: &'a mut [Block],
+    /// Blocks for packed weights.
+    pub packed: &'a mut [Block],
+    /// Their order.
+    pub packed_order: Order,
+    /// Rows padded to chunks of 16.
+    pub floats: &'a mut [[f32; LANES]],
+}
+
 impl Activations {
-    /// Makes room for `rows` of `cols` in these forms and returns what is to be filled, one slice
-    /// per form (empty when it is not needed), each `rows` equal parts.
-    pub fn reshape(
-        &mut self,
-        rows: usize,
-        cols: usize,
-        forms: Forms,
-    ) -> (&mut [Block], &mut [Block], &mut [[f32; LANES]]) {
+    /// Makes room for `rows` of `cols` in these forms.
+    pub fn reshape(&mut self, rows: usize, cols: usize, forms: Forms) -> Unfilled<'_> {
         let blocks = rows * cols.div_ceil(BLOCK);
         let chunks = rows * cols.div_ceil(LANES);
-        (self.cols, self.forms) = (cols, forms);
-        (
-            fit(&mut self.natural, if forms.natural { blocks } else { 0 }, ZERO_BLOCK),
-            fit(&mut self.planes, if forms.planes { blocks } else { 0 }, ZERO_BLOCK),
-            fit(&mut self.floats, if forms.floats { chunks } else { 0 }, [0.0; LANES]),
-        )
+        (self.rows, self.cols, self.forms) = (rows, cols, forms);
+        Unfilled {
+            packed_order: self.packed_order(),
+            natural: fit(&mut self.natural, if forms.natural { blocks } else { 0 }, ZERO_BLOCK),
+            packed: fit(&mut self.packed, if forms.packed { blocks } else { 0 }, ZERO_BLOCK),
+            floats: fit(&mut self.floats, if forms.floats { chunks } else { 0 }, [0.0; LANES]),
+        }
     }
 
     /// Features of a row.
     pub fn cols(&self) -> usize {
         self.cols
+    }
+
+    /// The order of blocks for packed weights.
+    #[inline(always)]
+    pub fn packed_order(&self) -> Order {
+        if self.rows == 1 { Order::Bytes } else { Order::Planes }
+    }
+
+    /// The blocks of one row for weights of `format`, and their order; `None` for float formats.
+    pub fn blocks_for(&self, format: Format, row: usize) -> Option<(&[Block], Order)> {
+        let order = Order::of(format, self.rows)?;
+        Some((self.blocks(order, row), order))
     }
 
     /// The blocks of one row. Panics when that order was not filled.
@@ -181,7 +246,7 @@ impl Activations {
         let blocks = self.cols.div_ceil(BLOCK);
         let (all, filled) = match order {
             Order::Natural => (&self.natural, self.forms.natural),
-            Order::Planes => (&self.planes, self.forms.planes),
+            packed => (&self.packed, self.forms.packed && packed == self.packed_order()),
         };
         assert!(filled, "activations are not in {order:?} order");
         &all[row * blocks..(row + 1) * blocks]
@@ -211,32 +276,33 @@ pub fn pad_row(x: &[f32], chunks: &mut [[f32; LANES]]) {
 mod tests {
     use super::*;
 
+    /// Every order gives each column its own integer, rounded to the nearest, ties to even.
     #[test]
-    fn a_block_keeps_sixteen_bits_of_its_largest_value() {
-        let mut x = [0.0f32; BLOCK];
-        (x[0], x[1], x[2], x[127]) = (-2.0, 1.0, 2.0 / 32767.0 * 0.5, 2.0 / 32767.0 * 1.5);
-        let mut blocks = [ZERO_BLOCK];
-        quantize_row(&x, Order::Natural, &mut blocks);
-        let [block] = blocks;
-        assert_eq!(block.scale, 2.0 / 32767.0);
-        // 16383.5, 0.5 and 1.5 round to even (the products are within an ulp of these ties).
-        let got = [block.planes[0][0], block.planes[0][1], block.planes[3][31]];
-        assert_eq!(got[0], -32767);
-        assert!((got[1] - 16384).abs() <= 1 && (1..=2).contains(&got[2]), "{got:?}");
-        assert_eq!(block.lane_sums[0], got[0] as i32 + got[1] as i32);
-    }
-
-    #[test]
-    fn planes_hold_the_columns_of_their_nibbles() {
-        let x: Vec<f32> = (0..BLOCK).map(|i| i as f32).collect();
+    fn a_lane_keeps_sixteen_bits_of_its_largest_value_in_every_order() {
+        for order in [Order::Natural, Order::Planes, Order::Bytes] {
+            let x: Vec<f32> = (0..BLOCK).map(|i| (i as f32 - 60.3) * 1.7).collect();
+            let mut blocks = [ZERO_BLOCK];
+            quantize_row(&x, order, &mut blocks);
+            for lane in 0..LANES {
+                let columns = || (0..BLOCK).filter(|column| order.lane(*column) == lane);
+                let amax = columns().map(|c| x[c].abs()).fold(0.0, f32::max);
+                assert_eq!(blocks[0].scales[lane], amax / 32767.0);
+                let exact = |c: usize| x[c] as f64 / (amax as f64 / 32767.0);
+                let integers: Vec<i16> = columns().map(|c| blocks[0].integer(order, c)).collect();
+                for (c, integer) in columns().zip(&integers) {
+                    assert!((*integer as f64 - exact(c)).abs() < 0.51, "column {c}");
+                }
+                assert_eq!(integers.iter().map(|i| i.unsigned_abs()).max(), Some(32767));
+                let sum: i32 = integers.iter().map(|i| *i as i32).sum();
+                assert_eq!((integers.len(), blocks[0].sums8[lane]), (8, 8 * sum));
+            }
+        }
+        let mut x = [0.0; BLOCK];
+        x[..4].copy_from_slice(&[32767.0, 0.5, 1.5, -2.5]);
         let mut blocks = [ZERO_BLOCK];
         quantize_row(&x, Order::Planes, &mut blocks);
-        let value = |p: usize, w: usize| blocks[0].planes[p][w] as f32 * blocks[0].scale;
-        for (p, w, column) in [(0, 0, 0.0), (1, 0, 1.0), (3, 31, 127.0), (2, 5, 22.0)] {
-            assert!((value(p, w) - column).abs() < 0.01, "plane {p}, word {w}");
-        }
-        // Lane 2 of eight columns: 16 + … + 23.
-        assert!((blocks[0].lane_sums[2] as f32 * blocks[0].scale - 156.0).abs() < 0.1);
+        let integers = [0, 1, 2, 3].map(|c| blocks[0].integer(Order::Planes, c));
+        assert_eq!(integers, [32767, 0, 2, -2]);
     }
 
     #[test]
@@ -246,12 +312,13 @@ mod tests {
             x[150] = bad;
             let mut blocks = [ZERO_BLOCK; 2];
             quantize_row(&x, Order::Planes, &mut blocks);
-            assert!(blocks[0].scale.is_finite() && !blocks[1].scale.is_finite(), "{bad}");
+            let lane = Order::Planes.lane(150 - BLOCK);
+            assert!(blocks[0].scales[lane].is_finite() && !blocks[1].scales[lane].is_finite());
         }
         let mut blocks = [ZERO_BLOCK];
         quantize_row(&[1e-38, -1e-40], Order::Planes, &mut blocks);
         assert_eq!(blocks[0], ZERO_BLOCK);
         quantize_row(&[1e-33, 0.0], Order::Natural, &mut blocks);
-        assert_eq!(blocks[0].planes[0][0], 32767);
+        assert_eq!(blocks[0].integer(Order::Natural, 0), 32767);
     }
 }

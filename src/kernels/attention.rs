@@ -9,7 +9,7 @@ use super::activations::{BLOCK, Order};
 use super::codes::{Bf16, Code, F16, F32, FloatCode, Fp8, Groups, Int2, Int3, Int4, Int8, Nvfp4};
 use super::scalar::{self, LANES};
 use super::simd::Simd;
-use super::tiles::{FloatDots, Scratch, block_bytes, decode_floats, signed_planes, squares};
+use super::tiles::{FloatDots, Scratch, block_bytes, decode_floats, squares};
 use super::{Kernel, fit};
 use crate::float::f32_at;
 use crate::quant::{Encoded, Format};
@@ -169,11 +169,18 @@ fn mix_square<'a, S: Simd, const H: usize, const C: usize>(
     [head, chunk]: [usize; 2],
 ) {
     let at = |h: usize, c: usize| (head + h) * chunks + chunk + c;
-    let mut sums: [[S::F; C]; H] =
-        std::array::from_fn(|h| std::array::from_fn(|c| simd.load(&out[at(h, c)])));
+    let mut sums = [[simd.splat(0.0); C]; H];
+    for h in 0..H {
+        for c in 0..C {
+            sums[h][c] = simd.load(&out[at(h, c)]);
+        }
+    }
     for i in range {
         let row = &row(i)[chunk..chunk + C];
-        let values: [S::F; C] = std::array::from_fn(|c| simd.load(&row[c]));
+        let mut values = [simd.splat(0.0); C];
+        for c in 0..C {
+            values[c] = simd.load(&row[c]);
+        }
         for h in 0..H {
             let weight = weight(head + h, i, chunk / BLOCK_CHUNKS);
             for c in 0..C {
@@ -241,17 +248,19 @@ impl Kernel for Absorb<'_> {
 /// The codes of one block as eight chunks of floats: chunk 2p + h has the halves h of plane p.
 #[inline(always)]
 fn block_floats<S: Simd, C: Code>(simd: S, bytes: &[u8]) -> [S::F; BLOCK_CHUNKS] {
-    let planes = signed_planes::<S, C>(simd, bytes);
-    std::array::from_fn(|i| {
-        let plane = planes[i / 2];
-        let words = if i % 2 == 0 { simd.shl(plane, 16) } else { plane };
-        simd.to_f(simd.sar(words, 16))
-    })
+    let planes = C::planes(simd, bytes);
+    let mut floats = [simd.splat(0.0); BLOCK_CHUNKS];
+    for (p, plane) in planes.into_iter().enumerate() {
+        floats[2 * p] = simd.to_f(simd.sar(simd.shl(plane, 16), 16));
+        floats[2 * p + 1] = simd.to_f(simd.sar(plane, 16));
+    }
+    floats
 }
 
 /// The column within its block of lane `lane` of chunk `chunk` of [`block_floats`].
 fn column(order: Order, chunk: usize, lane: usize) -> usize {
-    order.column(32 * (chunk / 2) + 2 * lane + chunk % 2)
+    let (plane, word) = (chunk / 2, 2 * lane + chunk % 2);
+    if order == Order::Natural { 32 * plane + word } else { 4 * word + plane }
 }
 
 #[inline(always)]
@@ -332,7 +341,10 @@ fn absorb_one<S: Simd, C: Code>(
     for (i, query) in query.chunks(4).enumerate() {
         for b in 0..matrix.cols.div_ceil(BLOCK) {
             let out = &mut scratch.sums[b * BLOCK_CHUNKS..(b + 1) * BLOCK_CHUNKS];
-            let mut sums: [S::F; BLOCK_CHUNKS] = std::array::from_fn(|c| simd.load(&out[c]));
+            let mut sums = [simd.splat(0.0); BLOCK_CHUNKS];
+            for (sum, out) in sums.iter_mut().zip(&*out) {
+                *sum = simd.load(out);
+            }
             for (j, q) in query.iter().enumerate() {
                 let row = first_row + 4 * i + j;
                 let block = block_bytes(matrix.row(row), b, C::BLOCK_BYTES, &mut padded);

@@ -206,13 +206,25 @@ impl Simd for Avx2 {
         both!(_mm256_sub_epi16, a, b)
     }
     #[inline(always)]
-    fn mul_i(self, a: Self::I, b: Self::I) -> Self::I {
-        both!(_mm256_mullo_epi32, a, b)
+    fn add_i(self, a: Self::I, b: Self::I) -> Self::I {
+        both!(_mm256_add_epi32, a, b)
+    }
+    #[inline(always)]
+    fn sub_i(self, a: Self::I, b: Self::I) -> Self::I {
+        both!(_mm256_sub_epi32, a, b)
     }
     #[inline(always)]
     fn dot_pairs(self, sum: Self::I, a: Self::I, b: Self::I) -> Self::I {
         let pairs = both!(_mm256_madd_epi16, a, b);
         both!(_mm256_add_epi32, sum, pairs)
+    }
+    #[inline(always)]
+    fn dot_bytes(self, sum: Self::I, u: [Self::I; 2], s: [Self::I; 2]) -> Self::I {
+        let even = both!(_mm256_maddubs_epi16, u[0], s[0]);
+        let odd = both!(_mm256_maddubs_epi16, u[1], s[1]);
+        let pairs = both!(_mm256_add_epi16, even, odd);
+        let ones = intrinsics!([_mm256_set1_epi16(1); 2]);
+        self.dot_pairs(sum, pairs, ones)
     }
     #[inline(always)]
     fn lookup(self, table: &[u8; 16], index: Self::I) -> Self::I {

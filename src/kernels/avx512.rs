@@ -172,12 +172,20 @@ impl Simd for Avx512 {
         intrinsics!(_mm512_sub_epi16(a, b))
     }
     #[inline(always)]
-    fn mul_i(self, a: __m512i, b: __m512i) -> __m512i {
-        intrinsics!(_mm512_mullo_epi32(a, b))
+    fn add_i(self, a: __m512i, b: __m512i) -> __m512i {
+        intrinsics!(_mm512_add_epi32(a, b))
+    }
+    #[inline(always)]
+    fn sub_i(self, a: __m512i, b: __m512i) -> __m512i {
+        intrinsics!(_mm512_sub_epi32(a, b))
     }
     #[inline(always)]
     fn dot_pairs(self, sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
         intrinsics!(_mm512_dpwssd_epi32(sum, a, b))
+    }
+    #[inline(always)]
+    fn dot_bytes(self, sum: __m512i, u: [__m512i; 2], s: [__m512i; 2]) -> __m512i {
+        intrinsics!(_mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, u[0], s[0]), u[1], s[1]))
     }
     #[inline(always)]
     fn lookup(self, table: &[u8; 16], index: __m512i) -> __m512i {

@@ -1,11 +1,14 @@
-//! How each weight format comes out of its bytes, over vectors: 128 integer codes of a block as
-//! four planes of 16-bit lanes, or 16 floats at a time; and the scales of groups as lanes.
+//! How each weight format comes out of its bytes, over vectors: 128 integer codes of a block, or
+//! 16 floats at a time; and the scales of groups as lanes.
 //!
-//! The layouts are those of [`crate::quant`], whose plain decoder is the definition.
+//! Packed codes come out as bytes, even columns and odd columns, which is what one row of
+//! activations meets ([`Order::Bytes`]), and from there as four planes of 16-bit lanes, which is
+//! what several rows meet ([`Order::Planes`]). The layouts are those of [`crate::quant`], whose
+//! plain decoder is the definition.
 
 #![forbid(unsafe_code)]
 
-use super::activations::{BLOCK, Order};
+use super::activations::{BLOCK, Block, Order};
 use super::scalar::LANES;
 use super::simd::Simd;
 use crate::float::E4M3;
@@ -15,12 +18,12 @@ use crate::quant::{Encoded, Format, INT3_BLOCK, NVFP4_BLOCK};
 pub trait Code: Copy {
     /// Bytes of 128 weights.
     const BLOCK_BYTES: usize;
-    /// What a stored code is above the weight's integer.
-    const OFFSET: i32;
-    /// The order of columns in which the planes come out.
+    /// The order of activations for several rows of them.
     const ORDER: Order;
-    /// The stored codes of `bytes [BLOCK_BYTES]`.
+    /// The integers of `bytes [BLOCK_BYTES]` in that order.
     fn planes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 4];
+    /// Sums of the block's lanes with a single row of activations.
+    fn sums<S: Simd>(simd: S, bytes: &[u8], x: &Block) -> S::I;
 }
 
 /// Bytes at a constant offset.
@@ -29,31 +32,78 @@ fn at<const N: usize>(bytes: &[u8], offset: usize) -> &[u8; N] {
     bytes[offset..].first_chunk().expect("a block has all its bytes")
 }
 
-/// Four planes from lanes that hold the bits of plane p at `step · p`.
-#[inline(always)]
-fn split<S: Simd>(simd: S, lanes: S::I, step: u32, mask: i32) -> [S::I; 4] {
-    let mask = simd.splat_i(mask);
-    [0, 1, 2, 3].map(|p| simd.and(simd.shr(lanes, step * p), mask))
-}
-
-/// Two-bit fields: lane l gets the eight of word l, four in each half.
-#[inline(always)]
-fn pairs<S: Simd>(simd: S, low: &[u8; 16], high: &[u8; 16]) -> [S::I; 4] {
-    let words = simd.widen_u16(low, high);
-    split(simd, simd.or(words, simd.shl(words, 8)), 2, 0x0003_0003)
-}
-
 /// Signed bytes.
 #[derive(Clone, Copy)]
 pub struct Int8;
 
 impl Code for Int8 {
     const BLOCK_BYTES: usize = 128;
-    const OFFSET: i32 = 0;
     const ORDER: Order = Order::Natural;
+
+    // Written out, as everywhere below: a closure might not be compiled for the instruction set.
     #[inline(always)]
     fn planes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 4] {
-        [0, 32, 64, 96].map(|offset| simd.widen_i8(at(bytes, offset)))
+        [
+            simd.widen_i8(at(bytes, 0)),
+            simd.widen_i8(at(bytes, 32)),
+            simd.widen_i8(at(bytes, 64)),
+            simd.widen_i8(at(bytes, 96)),
+        ]
+    }
+
+    #[inline(always)]
+    fn sums<S: Simd>(simd: S, bytes: &[u8], x: &Block) -> S::I {
+        let mut sums = simd.splat_i(0);
+        for (plane, x) in Self::planes(simd, bytes).into_iter().zip(&x.planes) {
+            sums = simd.dot_pairs(sums, plane, simd.load_bytes(x));
+        }
+        sums
+    }
+}
+
+/// A format whose codes are below 32 and stored above the weights' integers by an offset.
+pub trait Packed: Copy {
+    /// Bytes of 128 weights.
+    const PACKED_BYTES: usize;
+    /// What a code is above its weight's integer; a multiple of 2 and at most 12.
+    const OFFSET: i32;
+    /// The codes of even columns and of odd columns.
+    fn codes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 2];
+}
+
+impl<P: Packed> Code for P {
+    const BLOCK_BYTES: usize = P::PACKED_BYTES;
+    const ORDER: Order = Order::Planes;
+
+    #[inline(always)]
+    fn planes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 4] {
+        let [even, odd] = P::codes(simd, bytes);
+        let low = simd.splat_i(0x00ff_00ff);
+        let offset = simd.splat_i(P::OFFSET | P::OFFSET << 16);
+        [
+            simd.sub_w(simd.and(even, low), offset),
+            simd.sub_w(simd.and(odd, low), offset),
+            simd.sub_w(simd.and(simd.shr(even, 8), low), offset),
+            simd.sub_w(simd.and(simd.shr(odd, 8), low), offset),
+        ]
+    }
+
+    #[inline(always)]
+    fn sums<S: Simd>(simd: S, bytes: &[u8], x: &Block) -> S::I {
+        let codes = P::codes(simd, bytes);
+        let [upper_even, upper_odd, lower_even, lower_odd] = &x.planes;
+        let upper = [simd.load_bytes(upper_even), simd.load_bytes(upper_odd)];
+        let lower = [simd.load_bytes(lower_even), simd.load_bytes(lower_odd)];
+        let sums = simd.shl(simd.dot_bytes(simd.splat_i(0), codes, upper), 8);
+        let sums8 = simd.load_i(&x.sums8);
+        // OFFSET · Σx from 8 · Σx, by exact shifts.
+        let offset = match P::OFFSET {
+            8 => sums8,
+            4 => simd.sar(sums8, 1),
+            2 => simd.sar(sums8, 2),
+            _ => simd.add_i(sums8, simd.sar(sums8, 1)),
+        };
+        simd.dot_bytes(simd.sub_i(sums, offset), lower, codes)
     }
 }
 
@@ -61,27 +111,35 @@ impl Code for Int8 {
 #[derive(Clone, Copy)]
 pub struct Int4;
 
-impl Code for Int4 {
-    const BLOCK_BYTES: usize = 64;
+impl Packed for Int4 {
+    const PACKED_BYTES: usize = 64;
     const OFFSET: i32 = 8;
-    const ORDER: Order = Order::Planes;
     #[inline(always)]
-    fn planes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 4] {
-        split(simd, simd.load_bytes(at(bytes, 0)), 4, 0x000f_000f)
+    fn codes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 2] {
+        let (bytes, mask) = (simd.load_bytes(at(bytes, 0)), simd.splat_i(0x0f0f_0f0f));
+        [simd.and(bytes, mask), simd.and(simd.shr(bytes, 4), mask)]
     }
+}
+
+/// Two-bit fields: lane l gets the eight of word l, a nibble of two in each byte.
+#[inline(always)]
+fn spread<S: Simd>(simd: S, low: &[u8; 16], high: &[u8; 16]) -> S::I {
+    let words = simd.widen_u16(low, high);
+    let bytes = simd.and(simd.or(words, simd.shl(words, 8)), simd.splat_i(0x00ff_00ff));
+    simd.or(bytes, simd.shl(bytes, 4))
 }
 
 /// Two-bit fields.
 #[derive(Clone, Copy)]
 pub struct Int2;
 
-impl Code for Int2 {
-    const BLOCK_BYTES: usize = 32;
+impl Packed for Int2 {
+    const PACKED_BYTES: usize = 32;
     const OFFSET: i32 = 2;
-    const ORDER: Order = Order::Planes;
     #[inline(always)]
-    fn planes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 4] {
-        pairs(simd, at(bytes, 0), at(bytes, 16))
+    fn codes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 2] {
+        let (pairs, mask) = (spread(simd, at(bytes, 0), at(bytes, 16)), simd.splat_i(0x0303_0303));
+        [simd.and(pairs, mask), simd.and(simd.shr(pairs, 2), mask)]
     }
 }
 
@@ -89,16 +147,22 @@ impl Code for Int2 {
 #[derive(Clone, Copy)]
 pub struct Int3;
 
-impl Code for Int3 {
-    const BLOCK_BYTES: usize = 48;
+impl Packed for Int3 {
+    const PACKED_BYTES: usize = 48;
     const OFFSET: i32 = 4;
-    const ORDER: Order = Order::Planes;
     #[inline(always)]
-    fn planes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 4] {
-        let low = pairs(simd, at(bytes, 0), at(bytes, 24));
-        let high = simd.widen_u8(at(bytes, 16), at(bytes, 40));
-        let high = split(simd, simd.or(high, simd.shl(high, 12)), 1, 0x0001_0001);
-        [0, 1, 2, 3].map(|p| simd.or(low[p], simd.shl(high[p], 2)))
+    fn codes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 2] {
+        let (pairs, low) = (spread(simd, at(bytes, 0), at(bytes, 24)), simd.splat_i(0x0303_0303));
+        // Bit 2j of the lane's byte goes to bit 2 of byte j for even columns, 2j + 1 for odd.
+        let bits = simd.widen_u8(at(bytes, 16), at(bytes, 40));
+        let bits = simd.or(bits, simd.shl(bits, 12));
+        let bits = simd.or(bits, simd.shl(bits, 6));
+        let (even, odd) = (simd.shl(bits, 2), simd.shl(bits, 1));
+        let high = simd.splat_i(0x0404_0404);
+        [
+            simd.or(simd.and(pairs, low), simd.and(even, high)),
+            simd.or(simd.and(simd.shr(pairs, 2), low), simd.and(odd, high)),
+        ]
     }
 }
 
@@ -109,15 +173,13 @@ pub struct Nvfp4;
 /// 2 · value + 12 of each E2M1 code.
 const E2M1_CODES: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
 
-impl Code for Nvfp4 {
-    const BLOCK_BYTES: usize = 64;
+impl Packed for Nvfp4 {
+    const PACKED_BYTES: usize = 64;
     const OFFSET: i32 = 12;
-    const ORDER: Order = Order::Planes;
     #[inline(always)]
-    fn planes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 4] {
-        // The high byte of each 16-bit lane is made to look up 0.
-        let empty = simd.splat_i(0x8000_8000u32 as i32);
-        Int4::planes(simd, bytes).map(|plane| simd.lookup(&E2M1_CODES, simd.or(plane, empty)))
+    fn codes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 2] {
+        let [even, odd] = Int4::codes(simd, bytes);
+        [simd.lookup(&E2M1_CODES, even), simd.lookup(&E2M1_CODES, odd)]
     }
 }
 

@@ -30,6 +30,7 @@ pub mod avx2;
 pub mod avx512;
 pub mod codes;
 pub mod elementwise;
+pub mod limits;
 pub mod scalar;
 pub mod simd;
 pub mod tiles;

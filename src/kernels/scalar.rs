@@ -68,8 +68,8 @@ pub fn quantized_dot(
     let mut lanes = [0.0f32; LANES];
     for (b, (x, codes)) in x.iter().zip(codes.chunks_exact(BLOCK)).enumerate() {
         let mut sums = [0i32; LANES];
-        for (i, x) in x.planes.as_flattened().iter().enumerate() {
-            sums[i % 32 / 2] += codes[order.column(i)] as i32 * *x as i32;
+        for (column, code) in codes.iter().enumerate() {
+            sums[order.lane(column)] += *code as i32 * x.integer(order, column) as i32;
         }
         for l in 0..LANES {
             let scale = match matrix.format.row_scaled() {
@@ -103,7 +103,7 @@ pub fn absorb(
     row.resize(matrix.cols, 0.0);
     for (j, q) in q.iter().enumerate() {
         let j = first_row + j;
-        if Order::of(matrix.format).is_none() {
+        if Order::of(matrix.format, 1).is_none() {
             matrix.decode_row(j, row);
             axpy(*q, row, out);
             continue;

@@ -73,10 +73,15 @@ pub trait Simd: Copy {
     fn equal(self, a: Self::I, b: Self::I) -> Self::I;
     /// 16-bit lanes: a − b.
     fn sub_w(self, a: Self::I, b: Self::I) -> Self::I;
-    /// 32-bit lanes: the low half of a · b.
-    fn mul_i(self, a: Self::I, b: Self::I) -> Self::I;
+    /// 32-bit lanes: a + b.
+    fn add_i(self, a: Self::I, b: Self::I) -> Self::I;
+    /// 32-bit lanes: a − b.
+    fn sub_i(self, a: Self::I, b: Self::I) -> Self::I;
     /// sum + a[2l]·b[2l] + a[2l+1]·b[2l+1] of the 16-bit lanes, in each 32-bit lane l.
     fn dot_pairs(self, sum: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// sum + Σ over four bytes and both registers of unsigned · signed, in each 32-bit lane. Four
+    /// products that share a pair of neighbouring bytes must fit 16 bits.
+    fn dot_bytes(self, sum: Self::I, unsigned: [Self::I; 2], signed: [Self::I; 2]) -> Self::I;
     /// Each byte of `index` below 16 becomes `table[byte]`; bytes of 128 and above become 0.
     fn lookup(self, table: &[u8; 16], index: Self::I) -> Self::I;
     /// 32-bit lanes to floats, rounded to the nearest.

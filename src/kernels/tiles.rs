@@ -66,14 +66,13 @@ impl Kernel for ProductPart<'_> {
         let ProductPart { matrix, rows, x, tokens, y, scratch } = self;
         let count = rows.len();
         for (i, r) in rows.enumerate() {
-            if Order::of(matrix.format).is_none() {
+            if Order::of(matrix.format, 1).is_none() {
                 matrix.decode_row(r, fit(&mut scratch.row, matrix.cols, 0.0));
             }
             for (t, token) in tokens.iter().enumerate() {
                 let token = *token as usize;
-                y[t * count + i] = match Order::of(matrix.format) {
-                    Some(order) => {
-                        let x = x.blocks(order, token);
+                y[t * count + i] = match x.blocks_for(matrix.format, token) {
+                    Some((x, order)) => {
                         scalar::quantized_dot(&matrix, r, x, order, &mut scratch.codes)
                     }
                     None => {
@@ -109,8 +108,11 @@ fn quantized<S: Simd, C: Code, const GROUPED: bool>(simd: S, part: ProductPart<'
     let groups = Groups::of(&matrix);
     assert_eq!(groups.is_some(), GROUPED, "scales of {}", matrix.format);
     let row_scale = |r: usize| if GROUPED { 1.0 } else { f32_at(matrix.scales, r) };
-    if let [token] = tokens {
-        let x = x.blocks(C::ORDER, *token as usize);
+    // Packed activations are in the order of a single row only if it is the only one.
+    if let [token] = tokens
+        && let Some((x, Order::Natural | Order::Bytes)) =
+            x.blocks_for(matrix.format, *token as usize)
+    {
         for first in rows.clone().step_by(4) {
             let mut lanes = [simd.splat(0.0); 4];
             let count = (rows.end - first).min(4);
@@ -179,34 +181,18 @@ fn row_lanes<S: Simd, C: Code>(
 ) -> S::F {
     let mut lanes = simd.splat(0.0);
     let bytes = matrix.row(row);
-    let whole = bytes.chunks_exact(C::BLOCK_BYTES);
-    let rest = whole.remainder();
-    let mut step = |b: usize, bytes: &[u8], x: &Block| {
-        let planes = C::planes(simd, bytes);
-        let mut sums = match C::OFFSET {
-            0 => simd.splat_i(0),
-            offset => simd.mul_i(simd.load_i(&x.lane_sums), simd.splat_i(-offset)),
-        };
-        for (plane, x) in planes.into_iter().zip(&x.planes) {
-            sums = simd.dot_pairs(sums, plane, simd.load_w(x));
+    let mut padded = [0; 128];
+    for (b, x) in x.iter().enumerate() {
+        let bytes = block_bytes(bytes, b, C::BLOCK_BYTES, &mut padded);
+        for line in (0..C::BLOCK_BYTES).step_by(64) {
+            simd.prefetch(bytes.as_ptr().wrapping_add(PREFETCH_BYTES + line));
         }
+        let sums = C::sums(simd, bytes, x);
         let mut scale = simd.load(&x.scales);
         if let Some(groups) = groups {
             scale = simd.mul(groups.lanes(simd, row, b), scale);
         }
         lanes = simd.fma(simd.to_f(sums), scale, lanes);
-    };
-    for (b, (bytes, x)) in whole.zip(x).enumerate() {
-        for line in (0..C::BLOCK_BYTES).step_by(64) {
-            simd.prefetch(bytes.as_ptr().wrapping_add(PREFETCH_BYTES + line));
-        }
-        step(b, bytes, x);
-    }
-    if !rest.is_empty() {
-        let mut padded = [0; 128];
-        padded[..rest.len()].copy_from_slice(rest);
-        let last = x.len() - 1;
-        step(last, &padded[..C::BLOCK_BYTES], &x[last]);
     }
     lanes
 }
@@ -230,7 +216,7 @@ fn decode_tile<S: Simd, C: Code>(
         for b in 0..blocks {
             simd.prefetch(bytes.as_ptr().wrapping_add(b * C::BLOCK_BYTES + PREFETCH_BYTES));
             let block = block_bytes(bytes, b, C::BLOCK_BYTES, &mut padded);
-            let codes = signed_planes::<S, C>(simd, block);
+            let codes = C::planes(simd, block);
             for (codes, out) in codes.into_iter().zip(&mut planes[i * blocks + b]) {
                 simd.store_w(codes, out);
             }
@@ -239,17 +225,6 @@ fn decode_tile<S: Simd, C: Code>(
             }
         }
     }
-}
-
-/// The planes of one block as the weights' integers.
-#[inline(always)]
-pub(super) fn signed_planes<S: Simd, C: Code>(simd: S, bytes: &[u8]) -> [S::I; 4] {
-    let planes = C::planes(simd, bytes);
-    if C::OFFSET == 0 {
-        return planes;
-    }
-    let offset = simd.splat_i(C::OFFSET | C::OFFSET << 16);
-    planes.map(|plane| simd.sub_w(plane, offset))
 }
 
 /// What a square of sums is made of.
@@ -309,7 +284,10 @@ pub(super) fn squares<S: Simd, D: Dots<S>>(
         }
         for row in (0..rows).step_by(4) {
             for t in 0..count {
-                let lanes = [0, 1, 2, 3].map(|i| simd.load(&sums[(row + i) * count + t]));
+                let mut lanes = [simd.splat(0.0); 4];
+                for (i, lanes) in lanes.iter_mut().enumerate() {
+                    *lanes = simd.load(&sums[(row + i) * count + t]);
+                }
                 let folded = simd.lane_sums(lanes);
                 finish(token + t, row, &folded[..(rows - row).min(4)]);
             }
@@ -326,8 +304,10 @@ fn square<S: Simd, D: Dots<S>, const R: usize, const T: usize>(
     memory: &mut [[f32; LANES]],
 ) {
     let memory = &mut memory[..R * T];
-    let mut sums: [[S::F; T]; R] =
-        std::array::from_fn(|r| std::array::from_fn(|t| simd.load(&memory[r * T + t])));
+    let mut sums = [[simd.splat(0.0); T]; R];
+    for (sum, memory) in sums.as_flattened_mut().iter_mut().zip(&*memory) {
+        *sum = simd.load(memory);
+    }
     dots.add(simd, row, token, segment, &mut sums);
     for (sum, memory) in sums.as_flattened().iter().zip(memory) {
         simd.store(*sum, memory);
@@ -372,11 +352,14 @@ impl<S: Simd, const GROUPED: bool> Dots<S> for IntegerDots<'_, GROUPED> {
         for b in 0..count {
             let mut integers = [[simd.splat_i(0); T]; R];
             for p in 0..4 {
-                let x: [S::I; T] = std::array::from_fn(|t| simd.load_w(&x[t][b].planes[p]));
+                let mut values = [simd.splat_i(0); T];
+                for t in 0..T {
+                    values[t] = simd.load_bytes(&x[t][b].planes[p]);
+                }
                 for r in 0..R {
                     let w = simd.load_w(&w[r][b][p]);
                     for t in 0..T {
-                        integers[r][t] = simd.dot_pairs(integers[r][t], w, x[t]);
+                        integers[r][t] = simd.dot_pairs(integers[r][t], w, values[t]);
                     }
                 }
             }
@@ -456,17 +439,12 @@ fn each_chunk<S: Simd, C: FloatCode>(
         true => f32_at(matrix.scales, first_scale + chunk / (FP8_BLOCK / LANES)),
         false => 1.0,
     };
-    let whole = matrix.row(row).chunks_exact(C::BYTES);
-    let rest = whole.remainder();
-    let count = whole.len();
-    for (chunk, bytes) in whole.enumerate() {
+    let bytes = matrix.row(row);
+    let mut padded = [0; 128];
+    for chunk in 0..matrix.cols.div_ceil(LANES) {
+        let bytes = block_bytes(bytes, chunk, C::BYTES, &mut padded);
         simd.prefetch(bytes.as_ptr().wrapping_add(PREFETCH_BYTES));
         sink(chunk, C::values(simd, bytes, scale(chunk)));
-    }
-    if !rest.is_empty() {
-        let mut padded = [0; 64];
-        padded[..rest.len()].copy_from_slice(rest);
-        sink(count, C::values(simd, &padded[..C::BYTES], scale(count)));
     }
 }
 
@@ -500,11 +478,14 @@ where
         let x: [&[[f32; LANES]]; T] =
             std::array::from_fn(|t| &(self.token)(token + t)[segment.clone()]);
         for chunk in 0..segment.len() {
-            let x: [S::F; T] = std::array::from_fn(|t| simd.load(&x[t][chunk]));
+            let mut values = [simd.splat(0.0); T];
+            for t in 0..T {
+                values[t] = simd.load(&x[t][chunk]);
+            }
             for r in 0..R {
                 let w = simd.load(&w[r][chunk]);
                 for t in 0..T {
-                    sums[r][t] = simd.fma(w, x[t], sums[r][t]);
+                    sums[r][t] = simd.fma(w, values[t], sums[r][t]);
                 }
             }
         }

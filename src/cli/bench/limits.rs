@@ -1,0 +1,130 @@
+//! The limits of this machine, measured with the threads and instructions of the engine.
+
+#![forbid(unsafe_code)]
+
+use crate::error::{Context, Result};
+use crate::kernels::limits::{MultiplyAdd16, MultiplyAdd32, Read};
+use crate::ops::Compute;
+use crate::sys::Pages;
+use std::fs::{File, OpenOptions};
+use std::hint::black_box;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+/// Memory that is streamed; far more than any cache holds.
+const READ_BYTES: usize = 512 << 20;
+/// Part of it that a thread takes at a time.
+const PART_BYTES: usize = 1 << 20;
+/// Distances ahead that are tried; the best one counts.
+const AHEAD_BYTES: [usize; 3] = [2048, 4096, 8192];
+/// Repetitions of a register loop: a few milliseconds.
+const STEPS: usize = 1 << 20;
+/// O_DIRECT of Linux on x86-64 and 64-bit ARM: reads go around the page cache.
+#[cfg(target_arch = "x86_64")]
+const DIRECT: i32 = 0x4000;
+#[cfg(not(target_arch = "x86_64"))]
+const DIRECT: i32 = 0x10000;
+/// One read of the disk limit; also its alignment in the file.
+const DISK_BLOCK_BYTES: usize = 8 << 20;
+/// Blocks read in all.
+const DISK_BLOCKS: usize = 64;
+/// Reads in flight.
+const DISK_THREADS: usize = 8;
+
+/// Memory to stream through.
+pub struct Memory {
+    pages: Pages,
+    cuts: Vec<usize>,
+}
+
+impl Memory {
+    /// Reserves the memory and touches all of it.
+    pub fn new() -> Result<Memory> {
+        let mut pages = Pages::new(READ_BYTES)?;
+        pages.fill(1);
+        let cuts = (0..=READ_BYTES / PART_BYTES).map(|i| i * PART_BYTES).collect();
+        Ok(Memory { pages, cuts })
+    }
+
+    /// Gigabytes a second that all threads read together.
+    pub fn read_gbs(&mut self, compute: &mut Compute) -> f64 {
+        let Memory { pages, cuts } = self;
+        let best = AHEAD_BYTES.into_iter().map(|ahead_bytes| {
+            let arithmetic = compute.arithmetic;
+            let start = Instant::now();
+            compute.pool.for_each_part(pages, cuts, &mut compute.scratch, |_, bytes, _| {
+                black_box(arithmetic.run(Read { bytes, ahead_bytes }));
+            });
+            start.elapsed().as_secs_f64()
+        });
+        READ_BYTES as f64 / 1e9 / best.fold(f64::INFINITY, f64::min)
+    }
+}
+
+/// 10⁹ 16-bit multiply-adds a second of all threads together.
+pub fn int16_gmacs(compute: &mut Compute) -> f64 {
+    let arithmetic = compute.arithmetic;
+    on_all_threads(compute, MultiplyAdd16::MACS, |steps| {
+        black_box(arithmetic.run(MultiplyAdd16 { steps }));
+    })
+}
+
+/// 10⁹ single-precision operations a second of all threads together.
+pub fn f32_gflops(compute: &mut Compute) -> f64 {
+    let arithmetic = compute.arithmetic;
+    on_all_threads(compute, MultiplyAdd32::FLOPS, |steps| {
+        black_box(arithmetic.run(MultiplyAdd32 { steps }));
+    })
+}
+
+fn on_all_threads(compute: &mut Compute, per_step: usize, f: impl Fn(usize) + Sync) -> f64 {
+    // Several parts a thread, so that one that is late does less.
+    let parts = 8 * compute.pool.threads();
+    let (mut data, cuts) = (vec![(); parts], (0..=parts).collect::<Vec<_>>());
+    let start = Instant::now();
+    compute.pool.for_each_part(&mut data, &cuts, &mut compute.scratch, |_, _, _| f(STEPS / 8));
+    let steps = parts * (STEPS / 8);
+    (steps * per_step) as f64 / 1e9 / start.elapsed().as_secs_f64()
+}
+
+/// What the disk gives.
+pub struct Disk {
+    /// Gigabytes a second.
+    pub gbs: f64,
+    /// False when the file system refused direct reads: the page cache may have answered.
+    pub is_direct: bool,
+}
+
+/// Reads blocks of `path` at scattered places, several at a time. `None` for a file shorter than
+/// a block.
+pub fn disk(path: &Path) -> Result<Option<Disk>> {
+    let opened = OpenOptions::new().read(true).custom_flags(DIRECT).open(path);
+    let is_direct = opened.is_ok();
+    let file = opened.or_else(|_| File::open(path)).context(|| path.display().to_string())?;
+    let blocks = file.metadata()?.len() as usize / DISK_BLOCK_BYTES;
+    if blocks == 0 {
+        return Ok(None);
+    }
+    let (next, start) = (AtomicUsize::new(0), Instant::now());
+    let reader = || -> Result<()> {
+        let mut buffer = Pages::new(DISK_BLOCK_BYTES)?;
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= DISK_BLOCKS {
+                return Ok(());
+            }
+            // A step that shares no factor with most counts visits the blocks in no order.
+            let offset = (i * 7919 % blocks * DISK_BLOCK_BYTES) as u64;
+            file.read_exact_at(&mut buffer, offset).context(|| path.display().to_string())?;
+        }
+    };
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = (0..DISK_THREADS).map(|_| scope.spawn(reader)).collect();
+        let join = |reader: std::thread::ScopedJoinHandle<'_, Result<()>>| reader.join();
+        readers.into_iter().try_for_each(|r| join(r).expect("a reader does not panic"))
+    })?;
+    let bytes = (DISK_BLOCKS * DISK_BLOCK_BYTES) as f64;
+    Ok(Some(Disk { gbs: bytes / 1e9 / start.elapsed().as_secs_f64(), is_direct }))
+}
