@@ -89,7 +89,7 @@ impl Compute {
         width: usize,
         f: impl Fn(usize, &mut [T], &mut tiles::Scratch) + Sync,
     ) {
-        if data.len() * size_of::<T>() < SERIAL_BYTES {
+        if size_of_val(data) < SERIAL_BYTES {
             let rows = data.chunks_exact_mut(width.max(1)).enumerate();
             rows.for_each(|(t, row)| f(t, row, &mut self.scratch[0]));
             return;

@@ -173,7 +173,7 @@ mod tests {
             if let Some(last) = pages.last_mut() {
                 *last = 7;
             }
-            assert!(bytes < LARGE_PAGE || pages.as_ptr() as usize % LARGE_PAGE == 0);
+            assert!(bytes < LARGE_PAGE || (pages.as_ptr() as usize).is_multiple_of(LARGE_PAGE));
         }
         let error = Pages::new(1 << 60).err().unwrap().to_string();
         assert!(error.contains("cannot reserve 1152921504606846976 bytes"), "{error}");

@@ -13,12 +13,9 @@ use colibri::safetensors::Directory;
 use colibri::weights::{Mlp, Weights};
 use common::{TempDir, TestTensor, fixture, read_safetensors, write_safetensors};
 
-const OPTIONS: Options = Options {
-    ctx_tokens: 64,
-    chunk_rows: 16,
-    limit: Limit::SlotsPerLayer(1),
-    ..Options::default()
-};
+fn options() -> Options {
+    Options { ctx_tokens: 64, chunk_rows: 16, limit: Limit::SlotsPerLayer(1), ..Options::default() }
+}
 
 /// Opens `a_seed` after `change` was applied to its tensors; the error's text, if any.
 fn open_changed(name: &str, change: impl FnOnce(&mut Vec<TestTensor>)) -> Result<(), String> {
@@ -27,7 +24,7 @@ fn open_changed(name: &str, change: impl FnOnce(&mut Vec<TestTensor>)) -> Result
     let mut tensors = read_safetensors(&path);
     change(&mut tensors);
     write_safetensors(&path, &tensors);
-    Engine::open(&dir.0, OPTIONS, |_, _| {}).map(|_| ()).map_err(|e| e.to_string())
+    Engine::open(&dir.0, options(), |_, _| {}).map(|_| ()).map_err(|e| e.to_string())
 }
 
 fn find<'a>(tensors: &'a mut [TestTensor], name: &str) -> &'a mut TestTensor {
@@ -157,7 +154,7 @@ fn the_expert_store_never_exceeds_its_budget_and_returns_the_files_bytes() {
 #[test]
 fn a_shard_that_shrinks_under_a_running_engine_is_a_named_short_read() {
     let dir = TempDir::with_fixture("shrink", "a_seed");
-    let engine = Engine::open(&dir.0, OPTIONS, |_, _| {}).unwrap();
+    let engine = Engine::open(&dir.0, options(), |_, _| {}).unwrap();
     let path = dir.0.join("model.safetensors");
     let header = std::fs::metadata(&path).unwrap().len();
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
@@ -176,18 +173,21 @@ fn the_plan_counts_the_bytes_that_a_person_counts() {
     let dir = fixture("c_shared");
     let config = Config::load(&dir).unwrap();
     let weights = Weights::bind(&Directory::open(&dir).unwrap(), &config).unwrap();
-    // Per position: latent 12 and rotary key 4 on every layer, index key 8 on three.
+    // Per position: latent 12 and rotary key 4 on every layer, index key 8 (padded to 16 floats)
+    // on three.
     let kv_bytes = KvCache::bytes(&config, &weights.index_layers(), 100);
-    assert_eq!(kv_bytes, 4 * 100 * (6 * 16 + 3 * 8));
+    assert_eq!(kv_bytes, 4 * 100 * (6 * 16 + 3 * 16));
     let attention = 16 * 24 + 30 * 16 + 16 * 24 + 42 * 12 + 24 * 24;
     let indexer = 64 * 16 + 8 * 24 + 8 * 24;
     let (dense, expert, router, head) = (3 * 24 * 28, 3 * 24 * 8, 6 * 24, 64 * 24);
     let resident = 6 * attention + 3 * indexer + 2 * dense + 4 * (router + expert) + head;
+    // kv_b is 2016 bytes; what follows it starts at the next multiple of 64.
+    let resident_bytes = 4 * resident + 6 * 32;
     let plan = |limit| Plan::new(&weights, kv_bytes, 1000, limit);
     let two_slots = plan(Limit::SlotsPerLayer(2)).unwrap();
     let want = Plan {
-        resident_bytes: 4 * resident,
-        kv_bytes: 48_000,
+        resident_bytes,
+        kv_bytes: 57_600,
         scratch_bytes: 1000,
         expert_bytes: 2 * 4 * 4 * expert,
         largest_expert_bytes: 4 * expert,
@@ -196,7 +196,7 @@ fn the_plan_counts_the_bytes_that_a_person_counts() {
     let all = plan(Limit::SlotsPerLayer(1000)).unwrap();
     assert_eq!(all.expert_bytes, 6 * 4 * 4 * expert);
     // The smallest budget that holds one expert, and a byte less.
-    let least_bytes = 4 * resident + 48_000 + 1000 + 4 * expert;
+    let least_bytes = resident_bytes + 57_600 + 1000 + 4 * expert;
     let least = plan(Limit::RamBytes(least_bytes)).unwrap();
     assert_eq!((least.expert_bytes, least.total_bytes()), (4 * expert, least_bytes));
     assert!(plan(Limit::RamBytes(least_bytes - 1)).is_err());
@@ -204,7 +204,7 @@ fn the_plan_counts_the_bytes_that_a_person_counts() {
 
 #[test]
 fn a_budget_that_cannot_hold_the_model_is_refused_with_the_number_that_would() {
-    let options = Options { limit: Limit::RamBytes(1_000_000), ..OPTIONS };
+    let options = Options { limit: Limit::RamBytes(1_000_000), ..options() };
     let error = Engine::open(&fixture("a_seed"), options, |_, _| {}).err().unwrap().to_string();
     assert!(error.contains("does not fit in 1.0 MB") && error.contains("--ram"), "{error}");
 }
@@ -215,6 +215,6 @@ fn another_model_type_is_refused_before_weights_are_opened() {
     let dir = TempDir::new("family");
     std::fs::write(dir.0.join("config.json"), r#"{"model_type":"llama"}"#).unwrap();
     std::fs::write(dir.0.join("model.safetensors"), b"not a tensor file").unwrap();
-    let error = Engine::open(&dir.0, OPTIONS, |_, _| {}).err().unwrap().to_string();
+    let error = Engine::open(&dir.0, options(), |_, _| {}).err().unwrap().to_string();
     assert!(error.contains("llama") && error.contains("glm_moe_dsa"), "{error}");
 }

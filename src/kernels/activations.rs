@@ -94,6 +94,7 @@ impl Block {
 }
 
 /// Quantizes the row `x` into `blocks`, `x.len() / 128` rounded up of them.
+#[inline(always)]
 pub fn quantize_row(x: &[f32], order: Order, blocks: &mut [Block]) {
     assert_eq!(blocks.len(), x.len().div_ceil(BLOCK), "blocks of a row");
     let (whole, tail) = x.as_chunks::<BLOCK>();
@@ -110,16 +111,21 @@ pub fn quantize_row(x: &[f32], order: Order, blocks: &mut [Block]) {
 #[inline(always)]
 fn quantize_block(x: &[f32; BLOCK], order: Order, block: &mut Block) {
     // Lane l of a plane of 32 has the elements 2l and 2l + 1.
-    let planes: [[f32; 32]; 4] = match order {
-        Order::Natural => std::array::from_fn(|p| std::array::from_fn(|w| x[32 * p + w])),
-        _ => std::array::from_fn(|p| std::array::from_fn(|w| x[4 * w + p])),
-    };
+    let mut planes = [[0.0f32; 32]; 4];
+    for (p, plane) in planes.iter_mut().enumerate() {
+        for (w, value) in plane.iter_mut().enumerate() {
+            *value = if order == Order::Natural { x[32 * p + w] } else { x[4 * w + p] };
+        }
+    }
     // As integers, magnitudes order like the floats and a NaN is above all: none is overlooked.
     let magnitude = |x: f32| x.to_bits() & 0x7fff_ffff;
     let mut inverses = [0.0; LANES];
     for l in 0..LANES {
-        let pairs = planes.iter().map(|p| magnitude(p[2 * l]).max(magnitude(p[2 * l + 1])));
-        let amax = f32::from_bits(pairs.fold(0, u32::max));
+        let mut amax = 0;
+        for p in &planes {
+            amax = amax.max(magnitude(p[2 * l])).max(magnitude(p[2 * l + 1]));
+        }
+        let amax = f32::from_bits(amax);
         let is_zero = amax < AMAX_MIN;
         inverses[l] = if is_zero { 0.0 } else { 32767.0 / amax };
         block.scales[l] = if is_zero { 0.0 } else { amax / 32767.0 };
@@ -134,16 +140,20 @@ fn quantize_block(x: &[f32; BLOCK], order: Order, block: &mut Block) {
         }
     }
     for (l, sum) in block.sums8.iter_mut().enumerate() {
-        let pairs = integers.iter().map(|p| p[2 * l] as i32 + p[2 * l + 1] as i32);
-        *sum = 8 * pairs.sum::<i32>();
+        *sum = 0;
+        for p in &integers {
+            *sum += 8 * (p[2 * l] as i32 + p[2 * l + 1] as i32);
+        }
     }
     if order == Order::Bytes {
-        for i in 0..64 {
-            // Columns 2i and 2i + 1.
-            let pair = [integers[2 * (i % 2)][i / 2], integers[2 * (i % 2) + 1][i / 2]];
-            for (parity, integer) in pair.into_iter().enumerate() {
-                block.planes[parity][i] = (integer >> 8) as u8;
-                block.planes[2 + parity][i] = integer as u8;
+        // Column 2i + parity is element i / 2 of plane 2 · (i mod 2) + parity.
+        for parity in 0..2 {
+            for w in 0..32 {
+                let [a, b] = [integers[parity][w], integers[2 + parity][w]];
+                block.planes[parity][2 * w] = (a >> 8) as u8;
+                block.planes[parity][2 * w + 1] = (b >> 8) as u8;
+                block.planes[2 + parity][2 * w] = a as u8;
+                block.planes[2 + parity][2 * w + 1] = b as u8;
             }
         }
         return;

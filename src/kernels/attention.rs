@@ -9,7 +9,7 @@ use super::activations::{BLOCK, Order};
 use super::codes::{Bf16, Code, F16, F32, FloatCode, Fp8, Groups, Int2, Int3, Int4, Int8, Nvfp4};
 use super::scalar::{self, LANES};
 use super::simd::Simd;
-use super::tiles::{FloatDots, Scratch, block_bytes, decode_floats, squares};
+use super::tiles::{FloatDots, PREFETCH_BYTES, Scratch, block_bytes, decode_floats, squares};
 use super::{Kernel, fit};
 use crate::float::f32_at;
 use crate::quant::{Encoded, Format};
@@ -257,11 +257,22 @@ fn block_floats<S: Simd, C: Code>(simd: S, bytes: &[u8]) -> [S::F; BLOCK_CHUNKS]
     floats
 }
 
-/// The column within its block of lane `lane` of chunk `chunk` of [`block_floats`].
-fn column(order: Order, chunk: usize, lane: usize) -> usize {
-    let (plane, word) = (chunk / 2, 2 * lane + chunk % 2);
-    if order == Order::Natural { 32 * plane + word } else { 4 * word + plane }
+/// The column within its block of every lane of the chunks of [`block_floats`].
+const fn columns(order: Order) -> [u8; BLOCK] {
+    let mut columns = [0; BLOCK];
+    let mut i = 0;
+    while i < BLOCK {
+        let (chunk, lane) = (i / LANES, i % LANES);
+        let (plane, word) = (chunk / 2, 2 * lane + chunk % 2);
+        let is_natural = matches!(order, Order::Natural);
+        columns[i] = if is_natural { 32 * plane + word } else { 4 * word + plane } as u8;
+        i += 1;
+    }
+    columns
 }
+
+const NATURAL_COLUMNS: [u8; BLOCK] = columns(Order::Natural);
+const PLANES_COLUMNS: [u8; BLOCK] = columns(Order::Planes);
 
 #[inline(always)]
 fn absorb<S: Simd, C: Code>(simd: S, part: Absorb<'_>) {
@@ -298,16 +309,16 @@ fn absorb<S: Simd, C: Code>(simd: S, part: Absorb<'_>) {
         let row = |j: usize| &floats[j * chunks..(j + 1) * chunks];
         mix_rows(simd, row, weight, 0..nope, sums, chunks);
     }
+    let columns = if C::ORDER == Order::Natural { &NATURAL_COLUMNS } else { &PLANES_COLUMNS };
     for (t, sums) in scratch.sums.chunks_exact(chunks).take(count).enumerate() {
         let out = &mut out[t * out_stride..][..matrix.cols];
-        for (chunk, lanes) in sums.iter().enumerate() {
-            let first = chunk / BLOCK_CHUNKS * BLOCK;
-            for (lane, value) in lanes.iter().enumerate() {
-                let col = first + column(C::ORDER, chunk % BLOCK_CHUNKS, lane);
-                if col < out.len() {
-                    out[col] = *value;
-                }
+        let (blocks, _) = sums.as_flattened().as_chunks::<BLOCK>();
+        for (block, out) in blocks.iter().zip(out.chunks_mut(BLOCK)) {
+            let mut ordered = [0.0; BLOCK];
+            for (value, column) in block.iter().zip(columns) {
+                ordered[*column as usize % BLOCK] = *value;
             }
+            out.copy_from_slice(&ordered[..out.len()]);
         }
     }
 }
@@ -327,7 +338,10 @@ fn lane_scale<S: Simd>(
     }
 }
 
-/// One query: the sums of a block stay in registers while four rows of it pass.
+/// Rows of K that pass while the sums of a block stay in registers.
+const ABSORBED_ROWS: usize = 16;
+
+/// One query.
 #[inline(always)]
 fn absorb_one<S: Simd, C: Code>(
     simd: S,
@@ -338,7 +352,7 @@ fn absorb_one<S: Simd, C: Code>(
     scratch: &mut Scratch,
 ) {
     let mut padded = [0; 128];
-    for (i, query) in query.chunks(4).enumerate() {
+    for (i, query) in query.chunks(ABSORBED_ROWS).enumerate() {
         for b in 0..matrix.cols.div_ceil(BLOCK) {
             let out = &mut scratch.sums[b * BLOCK_CHUNKS..(b + 1) * BLOCK_CHUNKS];
             let mut sums = [simd.splat(0.0); BLOCK_CHUNKS];
@@ -346,9 +360,11 @@ fn absorb_one<S: Simd, C: Code>(
                 *sum = simd.load(out);
             }
             for (j, q) in query.iter().enumerate() {
-                let row = first_row + 4 * i + j;
+                let row = first_row + ABSORBED_ROWS * i + j;
                 let block = block_bytes(matrix.row(row), b, C::BLOCK_BYTES, &mut padded);
-                simd.prefetch(block.as_ptr().wrapping_add(4096));
+                for line in (0..C::BLOCK_BYTES).step_by(64) {
+                    simd.prefetch(block.as_ptr().wrapping_add(PREFETCH_BYTES + line));
+                }
                 let scale = lane_scale(simd, matrix, groups, row, b);
                 let weight = simd.mul(simd.splat(*q), scale);
                 let codes = block_floats::<S, C>(simd, block);

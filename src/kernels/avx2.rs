@@ -58,7 +58,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn prefetch(self, address: *const u8) {
-        intrinsics!(_mm_prefetch::<_MM_HINT_T0>(address.cast()))
+        intrinsics!(_mm_prefetch::<_MM_HINT_T1>(address.cast()))
     }
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {
@@ -113,9 +113,9 @@ impl Simd for Avx2 {
         )
     }
     #[inline(always)]
-    fn pick(self, table: &[f32; 8], index: &[u32; LANES]) -> Self::F {
+    fn pick(self, table: &[u8; 32], index: &[u32; LANES]) -> Self::F {
         intrinsics!(
-            let table = _mm256_loadu_ps(table.as_ptr());
+            let table = _mm256_loadu_ps(table.as_ptr().cast());
             let [low, high] = [&index[..8], &index[8..]]
                 .map(|index| _mm256_loadu_si256(index.as_ptr().cast()));
             [_mm256_permutevar8x32_ps(table, low), _mm256_permutevar8x32_ps(table, high)]

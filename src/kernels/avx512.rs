@@ -48,7 +48,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     fn prefetch(self, address: *const u8) {
-        intrinsics!(_mm_prefetch::<_MM_HINT_T0>(address.cast()))
+        intrinsics!(_mm_prefetch::<_MM_HINT_T1>(address.cast()))
     }
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
@@ -97,9 +97,9 @@ impl Simd for Avx512 {
         )
     }
     #[inline(always)]
-    fn pick(self, table: &[f32; 8], index: &[u32; LANES]) -> __m512 {
+    fn pick(self, table: &[u8; 32], index: &[u32; LANES]) -> __m512 {
         intrinsics!(
-            let table = _mm512_castps256_ps512(_mm256_loadu_ps(table.as_ptr()));
+            let table = _mm512_castps256_ps512(_mm256_loadu_ps(table.as_ptr().cast()));
             _mm512_permutexvar_ps(_mm512_loadu_si512(index.as_ptr().cast()), table)
         )
     }

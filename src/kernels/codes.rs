@@ -11,7 +11,7 @@
 use super::activations::{BLOCK, Block, Order};
 use super::scalar::LANES;
 use super::simd::Simd;
-use crate::float::E4M3;
+use crate::float::{E4M3, f32_at};
 use crate::quant::{Encoded, Format, INT3_BLOCK, NVFP4_BLOCK};
 
 /// A format of integer weights.
@@ -191,12 +191,14 @@ pub struct Groups<'a> {
     factor: f32,
     /// Columns of a group; a multiple of 8.
     columns: usize,
+    /// Its logarithm, when it is a power of two.
+    log2: Option<u32>,
     /// Columns and groups of a row.
     cols: usize,
     per_row: usize,
-    /// Which of the block's scales each lane has, for blocks b = 0, 1, 2 modulo `period`.
+    /// Which of the block's scales each lane has, for blocks b = 0, 1, 2 modulo 3; all the same
+    /// for powers of two. 48, 96 and 192 repeat with every third block.
     index: [[u32; LANES]; 3],
-    period: usize,
 }
 
 impl<'a> Groups<'a> {
@@ -208,7 +210,8 @@ impl<'a> Groups<'a> {
             Format::Nvfp4 => NVFP4_BLOCK,
             _ => return None,
         };
-        assert!(columns % 8 == 0 && 3 * BLOCK % columns.min(BLOCK) == 0, "groups of {columns}");
+        let fits = (3 * BLOCK).is_multiple_of(columns.min(BLOCK));
+        assert!(columns.is_multiple_of(8) && fits, "groups of {columns}");
         let first = |block: usize| BLOCK * block / columns;
         let lane = |block: usize, l: usize| (BLOCK * block + 8 * l) / columns - first(block);
         let index = [0, 1, 2].map(|b| std::array::from_fn(|l| lane(b, l) as u32));
@@ -217,47 +220,70 @@ impl<'a> Groups<'a> {
             is_e4m3: matrix.format == Format::Nvfp4,
             factor: matrix.scalar * 0.5,
             columns,
+            log2: columns.is_power_of_two().then(|| columns.ilog2()),
             cols: matrix.cols,
             per_row: matrix.cols.div_ceil(columns),
             index,
-            // Powers of two repeat with every block, 48, 96 and 192 with every third.
-            period: if columns.is_power_of_two() { 1 } else { 3 },
         })
     }
 
     /// The scales of `block` of `row`, one per lane.
     #[inline(always)]
     pub fn lanes<S: Simd>(&self, simd: S, row: usize, block: usize) -> S::F {
+        simd.pick(&self.table(row, block), &self.index[block % 3])
+    }
+
+    /// The scales of `row` for [`GroupRow::lanes`], which is faster. `None` unless they are `f32`,
+    /// their groups a power of two, the row whole blocks, and more scales follow behind it.
+    #[inline(always)]
+    pub fn row(&self, row: usize) -> Option<GroupRow<'_>> {
+        let log2 = self.log2.filter(|_| !self.is_e4m3 && self.cols.is_multiple_of(BLOCK))?;
+        let bytes = &self.scales[4 * row * self.per_row..];
+        let index = &self.index[0];
+        (bytes.len() >= 4 * self.per_row + 32).then_some(GroupRow { bytes, log2, index })
+    }
+
+    /// Scales from the first of `block` on; 0 behind the row's end, where lanes have no column.
+    // Cold, so that sums are not kept in memory for the sake of this call.
+    #[cold]
+    fn table(&self, row: usize, block: usize) -> [u8; 32] {
         let in_row = BLOCK * block / self.columns;
         let first = row * self.per_row + in_row;
-        let index = if self.period == 1 { &self.index[0] } else { &self.index[block % 3] };
-        if self.is_e4m3 {
-            let count = (self.per_row - in_row).min(8);
-            let mut table = [0.0; 8];
-            for (scale, byte) in table.iter_mut().zip(&self.scales[first..first + count]) {
-                *scale = E4M3[*byte as usize] * self.factor;
-            }
-            return simd.pick(&table, index);
+        let mut table = [0; 32];
+        let chunks = table.as_chunks_mut::<4>().0.iter_mut();
+        for (i, bytes) in chunks.enumerate().take(self.per_row - in_row) {
+            let scale = match self.is_e4m3 {
+                true => E4M3[self.scales[first + i] as usize] * self.factor,
+                false => f32_at(self.scales, first + i),
+            };
+            *bytes = scale.to_le_bytes();
         }
-        // Lanes of a ragged end have no column; they must not see the next row's scales.
-        let is_ragged = BLOCK * (block + 1) > self.cols;
-        let end = if is_ragged { 4 * (row + 1) * self.per_row } else { self.scales.len() };
-        let bytes = &self.scales[4 * first..end];
-        match bytes.first_chunk::<32>() {
-            Some(bytes) => simd.pick(&floats_of(bytes), index),
-            None => {
-                let mut padded = [0; 32];
-                padded[..bytes.len()].copy_from_slice(bytes);
-                simd.pick(&floats_of(&padded), index)
-            }
-        }
+        table
     }
 }
 
-#[inline(always)]
-fn floats_of(bytes: &[u8; 32]) -> [f32; 8] {
-    let (words, _) = bytes.as_chunks::<4>();
-    std::array::from_fn(|i| f32::from_le_bytes(words[i]))
+/// Scales of one row, see [`Groups::row`].
+#[derive(Clone, Copy)]
+pub struct GroupRow<'a> {
+    bytes: &'a [u8],
+    log2: u32,
+    index: &'a [u32; LANES],
+}
+
+impl GroupRow<'_> {
+    /// The scales of `block`, one per lane.
+    #[inline(always)]
+    pub fn lanes<S: Simd>(&self, simd: S, block: usize) -> S::F {
+        simd.pick(at(self.bytes, 4 * ((BLOCK * block) >> self.log2)), self.index)
+    }
+
+    /// Asks for scales further on: 4 KiB of them belong to 32 KiB of weights in groups of 64.
+    #[inline(always)]
+    pub fn prefetch<S: Simd>(&self, simd: S) {
+        for line in 0..8 {
+            simd.prefetch(self.bytes.as_ptr().wrapping_add(2048 + 64 * line));
+        }
+    }
 }
 
 /// A format of float weights.

@@ -82,26 +82,35 @@ impl Kernel for MultiplyAdd16 {
 
     #[inline(always)]
     fn vector<S: Simd>(self, simd: S) -> i32 {
-        let operands = std::hint::black_box([[3i16; 2 * LANES]; OPERANDS]);
-        let mut sums = [[simd.splat_i(0); 3]; 4];
-        for step in 0..self.steps {
-            let mut x = [simd.splat_i(0); 3];
-            for (t, x) in x.iter_mut().enumerate() {
-                *x = simd.load_w(&operands[(step + t) % OPERANDS]);
-            }
-            for (r, sums) in sums.iter_mut().enumerate() {
-                let w = simd.load_w(&operands[(step + 3 + r) % OPERANDS]);
-                for (sum, x) in sums.iter_mut().zip(x) {
-                    *sum = simd.dot_pairs(*sum, w, x);
-                }
-            }
+        // Half the squares at a time where registers are few.
+        match S::WIDE {
+            true => multiply_add_16::<S, 4>(simd, self.steps),
+            false => multiply_add_16::<S, 2>(simd, 2 * self.steps),
         }
-        let mut all = simd.splat_i(0);
-        for sum in sums.as_flattened() {
-            all = simd.or(all, *sum);
-        }
-        all_lanes(simd, simd.to_f(all))
     }
+}
+
+#[inline(always)]
+fn multiply_add_16<S: Simd, const R: usize>(simd: S, steps: usize) -> i32 {
+    let operands = std::hint::black_box([[3i16; 2 * LANES]; OPERANDS]);
+    let mut sums = [[simd.splat_i(0); 3]; R];
+    for step in 0..steps {
+        let mut x = [simd.splat_i(0); 3];
+        for (t, x) in x.iter_mut().enumerate() {
+            *x = simd.load_w(&operands[(step + t) % OPERANDS]);
+        }
+        for (r, sums) in sums.iter_mut().enumerate() {
+            let w = simd.load_w(&operands[(step + 3 + r) % OPERANDS]);
+            for (sum, x) in sums.iter_mut().zip(x) {
+                *sum = simd.dot_pairs(*sum, w, x);
+            }
+        }
+    }
+    let mut all = simd.splat_i(0);
+    for sum in sums.as_flattened() {
+        all = simd.or(all, *sum);
+    }
+    all_lanes(simd, simd.to_f(all))
 }
 
 /// `steps` × [`MultiplyAdd32::FLOPS`] operations of fused multiply-add, from registers only.
@@ -128,24 +137,32 @@ impl Kernel for MultiplyAdd32 {
 
     #[inline(always)]
     fn vector<S: Simd>(self, simd: S) -> i32 {
-        let operands = std::hint::black_box([[0.5f32; LANES]; OPERANDS]);
-        let mut sums = [[simd.splat(0.5); 3]; 4];
-        for step in 0..self.steps {
-            let mut x = [simd.splat(0.0); 3];
-            for (t, x) in x.iter_mut().enumerate() {
-                *x = simd.load(&operands[(step + t) % OPERANDS]);
-            }
-            for (r, sums) in sums.iter_mut().enumerate() {
-                let w = simd.load(&operands[(step + 3 + r) % OPERANDS]);
-                for (sum, x) in sums.iter_mut().zip(x) {
-                    *sum = simd.fma(*sum, w, x);
-                }
-            }
+        match S::WIDE {
+            true => multiply_add_32::<S, 4>(simd, self.steps),
+            false => multiply_add_32::<S, 2>(simd, 2 * self.steps),
         }
-        let mut all = simd.splat(0.0);
-        for sum in sums.as_flattened() {
-            all = simd.add(all, *sum);
-        }
-        all_lanes(simd, all)
     }
+}
+
+#[inline(always)]
+fn multiply_add_32<S: Simd, const R: usize>(simd: S, steps: usize) -> i32 {
+    let operands = std::hint::black_box([[0.5f32; LANES]; OPERANDS]);
+    let mut sums = [[simd.splat(0.5); 3]; R];
+    for step in 0..steps {
+        let mut x = [simd.splat(0.0); 3];
+        for (t, x) in x.iter_mut().enumerate() {
+            *x = simd.load(&operands[(step + t) % OPERANDS]);
+        }
+        for (r, sums) in sums.iter_mut().enumerate() {
+            let w = simd.load(&operands[(step + 3 + r) % OPERANDS]);
+            for (sum, x) in sums.iter_mut().zip(x) {
+                *sum = simd.fma(*sum, w, x);
+            }
+        }
+    }
+    let mut all = simd.splat(0.0);
+    for sum in sums.as_flattened() {
+        all = simd.add(all, *sum);
+    }
+    all_lanes(simd, all)
 }

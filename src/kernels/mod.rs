@@ -21,6 +21,9 @@
 
 // Not `forbid`, which the two instruction-set files could not lift.
 #![deny(unsafe_code)]
+// Loops over lanes and registers of a square read best with their index, and closures might not be
+// compiled for the instruction set.
+#![allow(clippy::needless_range_loop, clippy::manual_map)]
 
 pub mod activations;
 pub mod attention;

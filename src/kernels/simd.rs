@@ -21,7 +21,8 @@ pub trait Simd: Copy {
 
     /// Runs `kernel` compiled for this instruction set.
     fn run<K: Kernel>(self, kernel: K) -> K::Output;
-    /// Asks for the cache line at `address`, which need not exist.
+    /// Asks for the cache line at `address`, which need not exist, up to the second cache level:
+    /// the first has too few requests in flight for a stream from memory.
     fn prefetch(self, address: *const u8);
 
     /// All lanes `x`.
@@ -40,8 +41,8 @@ pub trait Simd: Copy {
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// The tree of 8, 4, 2, 1 of four registers.
     fn lane_sums(self, x: [Self::F; 4]) -> [f32; 4];
-    /// Lane l is `table[index[l]]`, indices below 8.
-    fn pick(self, table: &[f32; 8], index: &[u32; LANES]) -> Self::F;
+    /// Lane l is float `index[l]` of the eight in `table`, little-endian and of any alignment.
+    fn pick(self, table: &[u8; 32], index: &[u32; LANES]) -> Self::F;
     /// 16 IEEE halves as floats.
     fn halves(self, x: &[u8; 32]) -> Self::F;
 

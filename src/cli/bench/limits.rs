@@ -18,7 +18,7 @@ const READ_BYTES: usize = 512 << 20;
 /// Part of it that a thread takes at a time.
 const PART_BYTES: usize = 1 << 20;
 /// Distances ahead that are tried; the best one counts.
-const AHEAD_BYTES: [usize; 3] = [2048, 4096, 8192];
+const AHEAD_BYTES: [usize; 3] = [4096, 8192, 16384];
 /// Repetitions of a register loop: a few milliseconds.
 const STEPS: usize = 1 << 20;
 /// O_DIRECT of Linux on x86-64 and 64-bit ARM: reads go around the page cache.
