@@ -1,7 +1,7 @@
 //! What the processor offers: its vector instructions, and how many cores this process may use.
 //!
 //! Detection happens once. An instruction set is never assumed: code that needs one takes a token
-//! (see [`crate::kernels`]) that only detection hands out.
+//! that only detection hands out.
 
 #![forbid(unsafe_code)]
 

@@ -3,7 +3,8 @@
 //! Per layer and position: the normed latent and the rotated shared key, `[kv_lora + rope]`
 //! floats together; on layers with an indexer also the normed and rotated index key, `[dI]`.
 //! Keys and values of the heads are never stored or rebuilt: attention works on the latent.
-//! Rows are padded with zeros to whole chunks of 16 floats. Strides are fixed when the cache is made, whatever lengths come later.
+//! Rows are padded with zeros to whole chunks of 16 floats. Strides are fixed when the cache is
+//! made, whatever lengths come later.
 
 #![forbid(unsafe_code)]
 

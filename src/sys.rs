@@ -78,10 +78,10 @@ impl Pages {
     pub fn new(bytes: usize) -> Result<Pages> {
         let mapping_bytes = bytes.max(1) + if bytes >= LARGE_PAGE { LARGE_PAGE } else { 0 };
         let null = std::ptr::null_mut();
+        let flags = MAP_PRIVATE_ANONYMOUS;
         // SAFETY: a private anonymous mapping at an address of the system's choice touches no
         // memory that exists.
-        let mapping =
-            unsafe { mmap(null, mapping_bytes, PROT_READ_WRITE, MAP_PRIVATE_ANONYMOUS, -1, 0) };
+        let mapping = unsafe { mmap(null, mapping_bytes, PROT_READ_WRITE, flags, -1, 0) };
         if mapping as isize == -1 {
             let error = std::io::Error::last_os_error();
             bail!("cannot reserve {bytes} bytes of memory: {error}");

@@ -64,7 +64,8 @@ impl Embedding {
         &self.source
     }
 
-    /// Reads the row of `token` into `out [D]`, through `buffer`. The token must be below the vocabulary size.
+    /// Reads the row of `token` into `out [D]`, through `buffer`. The token must be below the
+    /// vocabulary size.
     pub fn read(
         &self,
         directory: &Directory,

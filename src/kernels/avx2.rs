@@ -23,8 +23,8 @@ impl Avx2 {
 ///
 /// # Safety
 /// The processor has them.
-// SAFETY: callers hold the token.
 #[target_feature(enable = "avx2,fma,f16c")]
+// SAFETY: callers hold the token.
 unsafe fn run<K: Kernel>(token: Avx2, kernel: K) -> K::Output {
     kernel.vector(token)
 }

@@ -23,8 +23,8 @@ impl Avx512 {
 ///
 /// # Safety
 /// The processor has them.
-// SAFETY: callers hold the token.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+// SAFETY: callers hold the token.
 unsafe fn run<K: Kernel>(token: Avx512, kernel: K) -> K::Output {
     kernel.vector(token)
 }
