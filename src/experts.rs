@@ -1,9 +1,10 @@
 //! The expert store: routed experts are read from disk when a token needs them and kept in
 //! memory under one byte budget, least recently used evicted first.
 //!
-//! The budget is a wall: room is made before a read starts, so the bytes held never exceed it,
-//! not even for a moment. What is cached decides speed only; an expert's bytes are the same from
-//! cache and from disk.
+//! The budget is a wall: all experts live in one range of memory of that size, each in a place of
+//! exactly its own size, and room is made before a read starts. One range also means large pages
+//! throughout, and experts that do not all start at the same distance from a page's edge. What is
+//! cached decides speed only; an expert's bytes are the same from cache and from disk.
 
 #![forbid(unsafe_code)]
 
@@ -12,7 +13,7 @@ use crate::error::Result;
 use crate::quant::Encoded;
 use crate::safetensors::Directory;
 use crate::sys::Pages;
-use crate::weights::ExpertSource;
+use crate::weights::{ExpertSource, MATRIX_ALIGN};
 
 /// (layer, expert index)
 pub type ExpertId = (usize, usize);
@@ -40,15 +41,19 @@ pub struct Expert<'a> {
 
 struct Slot {
     id: ExpertId,
-    bytes: Pages,
+    /// Where it lies in the arena.
+    start: usize,
+    bytes: usize,
     /// Value of the clock when it was last asked for.
     last_use: u64,
 }
 
 /// All expert memory of the process.
 pub struct ExpertStore {
-    budget_bytes: usize,
+    /// Memory of the size of the budget; what was never used costs nothing.
+    arena: Pages,
     held_bytes: usize,
+    /// In the order of the arena.
     slots: Vec<Slot>,
     /// Per layer and expert the index of its slot.
     places: Vec<Vec<Option<u32>>>,
@@ -66,7 +71,7 @@ impl ExpertStore {
             );
         }
         Ok(ExpertStore {
-            budget_bytes,
+            arena: Pages::new(budget_bytes)?,
             held_bytes: 0,
             slots: Vec::new(),
             places: Vec::new(),
@@ -110,17 +115,18 @@ impl ExpertStore {
                 self.counters.hits += 1;
                 continue;
             }
-            let needed_bytes = sources[e].bytes();
-            let Some(reusable) = self.make_room(needed_bytes, begin) else {
+            let bytes = sources[e].bytes();
+            let Some((place, start)) = self.make_room(bytes, begin) else {
                 assert!(count > 0, "the largest expert fits the budget");
                 return Ok(count);
             };
-            let bytes = read(directory, &sources[e], reusable)?;
-            self.held_bytes += needed_bytes;
+            read(directory, &sources[e], &mut self.arena[start..start + bytes])?;
+            self.held_bytes += bytes;
             self.counters.misses += 1;
-            self.counters.bytes_read += needed_bytes as u64;
-            self.places[layer][e] = Some(self.slots.len() as u32);
-            self.slots.push(Slot { id: (layer, e), bytes, last_use: self.clock });
+            self.counters.bytes_read += bytes as u64;
+            let slot = Slot { id: (layer, e), start, bytes, last_use: self.clock };
+            self.slots.insert(place, slot);
+            self.renumber(place);
         }
         Ok(wanted.len())
     }
@@ -128,8 +134,8 @@ impl ExpertStore {
     /// The expert `id`, which must have been loaded; `source` is where it came from.
     pub fn expert(&self, id: ExpertId, source: &ExpertSource) -> Expert<'_> {
         let place = self.places[id.0][id.1].expect("the expert is loaded");
-        let bytes = &self.slots[place as usize].bytes;
-        let (gate, rest) = bytes.split_at(source.gate.bytes());
+        let Slot { start, bytes, .. } = self.slots[place as usize];
+        let (gate, rest) = self.arena[start..start + bytes].split_at(source.gate.bytes());
         let (up, down) = rest.split_at(source.up.bytes());
         Expert {
             gate: source.gate.encoded(gate),
@@ -138,38 +144,51 @@ impl ExpertStore {
         }
     }
 
-    /// Evicts the least recently used experts, none used after `begin`, until `bytes` fit.
-    /// Returns the memory of the last one, if any; `None` when it cannot be done.
-    fn make_room(&mut self, bytes: usize, begin: u64) -> Option<Option<Pages>> {
-        let mut reusable = None;
-        while self.held_bytes + bytes > self.budget_bytes {
+    /// Evicts the least recently used experts, none used after `begin`, until `bytes` fit into a
+    /// gap. Returns the index that a slot there will have, and where it starts; `None` when it
+    /// cannot be done.
+    fn make_room(&mut self, bytes: usize, begin: u64) -> Option<(usize, usize)> {
+        loop {
+            if let Some(gap) = self.gap(bytes) {
+                return Some(gap);
+            }
             // A miss costs a read of megabytes: looking at all slots is nothing beside it.
             let (oldest, slot) = self.slots.iter().enumerate().min_by_key(|(_, s)| s.last_use)?;
             if slot.last_use > begin {
                 return None;
             }
-            let slot = self.slots.swap_remove(oldest);
-            if let Some(moved) = self.slots.get(oldest) {
-                self.places[moved.id.0][moved.id.1] = Some(oldest as u32);
-            }
+            let slot = self.slots.remove(oldest);
             self.places[slot.id.0][slot.id.1] = None;
-            self.held_bytes -= slot.bytes.len();
-            reusable = Some(slot.bytes);
+            self.held_bytes -= slot.bytes;
+            self.renumber(oldest);
         }
-        Some(reusable)
+    }
+
+    /// The first gap of `bytes`: the index of the slot behind it, and where it starts.
+    fn gap(&self, bytes: usize) -> Option<(usize, usize)> {
+        let mut start = 0;
+        for (i, slot) in self.slots.iter().enumerate() {
+            if slot.start >= start + bytes {
+                return Some((i, start));
+            }
+            start = (slot.start + slot.bytes).next_multiple_of(MATRIX_ALIGN);
+        }
+        (start + bytes <= self.arena.len()).then_some((self.slots.len(), start))
+    }
+
+    /// Corrects the places of the slots from index `first` on.
+    fn renumber(&mut self, first: usize) {
+        for (i, slot) in self.slots.iter().enumerate().skip(first) {
+            self.places[slot.id.0][slot.id.1] = Some(i as u32);
+        }
     }
 }
 
-/// Reads the three matrices, into `reusable` if it has the right size.
-fn read(directory: &Directory, source: &ExpertSource, reusable: Option<Pages>) -> Result<Pages> {
-    let mut buffer = match reusable.filter(|pages| pages.len() == source.bytes()) {
-        Some(pages) => pages,
-        None => Pages::new(source.bytes())?,
-    };
+/// Reads the three matrices into `buffer`.
+fn read(directory: &Directory, source: &ExpertSource, buffer: &mut [u8]) -> Result<()> {
     let (gate, rest) = buffer.split_at_mut(source.gate.bytes());
     let (up, down) = rest.split_at_mut(source.up.bytes());
     source.gate.read(directory, gate)?;
     source.up.read(directory, up)?;
-    source.down.read(directory, down)?;
-    Ok(buffer)
+    source.down.read(directory, down)
 }

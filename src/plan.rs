@@ -9,7 +9,7 @@
 use crate::bail;
 use crate::error::Result;
 use crate::sys;
-use crate::weights::{Mlp, Weights};
+use crate::weights::{MATRIX_ALIGN, Mlp, Weights};
 
 /// Share of the available memory used when no limit is given; the rest is for the system and for
 /// what the allocator and the page cache hold on our behalf.
@@ -50,7 +50,9 @@ impl Plan {
         limit: Limit,
     ) -> Result<Plan> {
         let experts = weights.layers.iter().filter_map(|layer| match &layer.mlp {
-            Mlp::Sparse(moe) => Some(moe.experts.iter().map(|expert| expert.bytes())),
+            Mlp::Sparse(moe) => {
+                Some(moe.experts.iter().map(|e| e.bytes().next_multiple_of(MATRIX_ALIGN)))
+            }
             Mlp::Dense(_) => None,
         });
         let (mut largest, mut all, mut sparse_layers) = (0, 0, 0);

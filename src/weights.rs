@@ -34,8 +34,8 @@ pub struct Matrix {
     bytes: OnceLock<(Arc<Pages>, usize)>,
 }
 
-/// Where a matrix starts within the memory of all: rows then start as they lie on the disk.
-const MATRIX_ALIGN: usize = 64;
+/// Where matrices and experts start within the memory of all: at a cache line.
+pub const MATRIX_ALIGN: usize = 64;
 
 impl Matrix {
     fn bind(directory: &Directory, name: &str, rows: usize, cols: usize) -> Result<Matrix> {

@@ -332,8 +332,9 @@ fn lane_scale<S: Simd>(
     row: usize,
     b: usize,
 ) -> S::F {
-    match groups {
-        Some(groups) => groups.lanes(simd, row, b),
+    match groups.map(|groups| (groups, groups.row(row))) {
+        Some((_, Some(scales))) => scales.lanes(simd, b),
+        Some((groups, None)) => groups.lanes(simd, row, b),
         None => simd.splat(f32_at(matrix.scales, row)),
     }
 }

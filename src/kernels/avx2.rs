@@ -116,8 +116,8 @@ impl Simd for Avx2 {
     fn pick(self, table: &[u8; 32], index: &[u32; LANES]) -> Self::F {
         intrinsics!(
             let table = _mm256_loadu_ps(table.as_ptr().cast());
-            let [low, high] = [&index[..8], &index[8..]]
-                .map(|index| _mm256_loadu_si256(index.as_ptr().cast()));
+            let low = _mm256_loadu_si256(index.as_ptr().cast());
+            let high = _mm256_loadu_si256(index[8..].as_ptr().cast());
             [_mm256_permutevar8x32_ps(table, low), _mm256_permutevar8x32_ps(table, high)]
         )
     }

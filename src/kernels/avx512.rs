@@ -6,6 +6,7 @@ use super::Kernel;
 use super::scalar::LANES;
 use super::simd::Simd;
 use crate::cpu::Isa;
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 /// Proof that this processor has the instructions: only [`Avx512::detect`] makes one.
@@ -27,6 +28,29 @@ impl Avx512 {
 // SAFETY: callers hold the token.
 unsafe fn run<K: Kernel>(token: Avx512, kernel: K) -> K::Output {
     kernel.vector(token)
+}
+
+/// `_mm512_dpwssd_epi32`, as the one instruction: for a processor it does not know, the compiler
+/// makes a multiplication and an addition of it, and products of many rows reach 0.48 of the
+/// multiply-add peak instead of 0.59.
+///
+/// # Safety
+/// The processor has AVX-512 F and VNNI.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vnni")]
+// SAFETY: callers hold the token.
+unsafe fn multiply_add_words(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
+    // SAFETY: the instruction reads and writes these registers and nothing else.
+    unsafe {
+        asm!(
+            "vpdpwssd {sum}, {a}, {b}",
+            sum = inout(zmm_reg) sum,
+            a = in(zmm_reg) a,
+            b = in(zmm_reg) b,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    sum
 }
 
 /// Evaluates an intrinsic or several.
@@ -181,7 +205,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     fn dot_pairs(self, sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
-        intrinsics!(_mm512_dpwssd_epi32(sum, a, b))
+        intrinsics!(multiply_add_words(sum, a, b))
     }
     #[inline(always)]
     fn dot_bytes(self, sum: __m512i, u: [__m512i; 2], s: [__m512i; 2]) -> __m512i {

@@ -28,7 +28,7 @@ const TILE_BYTES: usize = 256 << 10;
 const TILE_ROWS_MAX: usize = 64;
 /// Blocks of 128 columns that a square goes through before the next one: two activation rows of
 /// so many stay in the first cache level.
-const SEGMENT_BLOCKS: usize = 16;
+const SEGMENT_BLOCKS: usize = 8;
 
 /// Buffers of one worker.
 #[derive(Default)]
@@ -165,9 +165,15 @@ pub(super) fn block_bytes<'a>(
     if rest.len() >= bytes {
         return &rest[..bytes];
     }
+    pad(rest, padded);
+    &padded[..bytes]
+}
+
+// Cold, so that sums are not kept in memory for the sake of this call.
+#[cold]
+fn pad(rest: &[u8], padded: &mut [u8; 128]) {
     padded[..rest.len()].copy_from_slice(rest);
     padded[rest.len()..].fill(0);
-    &padded[..bytes]
 }
 
 /// The lanes of up to four weight rows from `first` on times one activation row.
@@ -225,10 +231,9 @@ fn rows<S: Simd, C: Code, const R: usize>(
     let whole = matrix.cols / BLOCK;
     for (b, x) in x[..whole].iter().enumerate() {
         let at = b * C::BLOCK_BYTES..(b + 1) * C::BLOCK_BYTES;
-        for bytes in rows {
-            for line in (0..C::BLOCK_BYTES).step_by(64) {
-                simd.prefetch(bytes.as_ptr().wrapping_add(at.start + line + PREFETCH_BYTES));
-            }
+        // In the order of memory, whichever rows it belongs to.
+        for line in (R * at.start..R * at.end).step_by(64) {
+            simd.prefetch(rows[0].as_ptr().wrapping_add(line + PREFETCH_BYTES));
         }
         for r in 0..R {
             let scale = match (groups, scales) {
@@ -303,8 +308,8 @@ fn decode_tile<S: Simd, C: Code>(
 
 /// What a square of sums is made of.
 pub(super) trait Dots<S: Simd> {
-    /// Activation rows of a square on wide registers.
-    const WIDTH: usize;
+    /// Weight rows and activation rows of a square on wide registers.
+    const SQUARE: [usize; 2];
     /// Steps of the sum that are done for one square before the next one's turn.
     const SEGMENT: usize;
     /// Adds the steps `segment` of rows `row…` times activations `token…` to `sums`.
@@ -328,7 +333,7 @@ pub(super) fn squares<S: Simd, D: Dots<S>>(
     sums: &mut Vec<[f32; LANES]>,
     mut finish: impl FnMut(usize, usize, &[f32]),
 ) {
-    let (height, width) = if S::WIDE { (4, D::WIDTH) } else { (2, 2) };
+    let [height, width] = if S::WIDE { D::SQUARE } else { [2, 2] };
     for token in (0..tokens).step_by(width) {
         let count = (tokens - token).min(width);
         // Padded to a multiple of four rows, which are folded together.
@@ -346,6 +351,8 @@ pub(super) fn squares<S: Simd, D: Dots<S>>(
                     (4, 3) => square::<S, D, 4, 3>(simd, dots, at, sums),
                     (4, 2) => square::<S, D, 4, 2>(simd, dots, at, sums),
                     (4, _) => square::<S, D, 4, 1>(simd, dots, at, sums),
+                    (2, 4) => square::<S, D, 2, 4>(simd, dots, at, sums),
+                    (2, 3) => square::<S, D, 2, 3>(simd, dots, at, sums),
                     (2, 2) => square::<S, D, 2, 2>(simd, dots, at, sums),
                     (2, _) => square::<S, D, 2, 1>(simd, dots, at, sums),
                     (_, 4) => square::<S, D, 1, 4>(simd, dots, at, sums),
@@ -399,7 +406,8 @@ struct IntegerDots<'a, const GROUPED: bool> {
 }
 
 impl<S: Simd, const GROUPED: bool> Dots<S> for IntegerDots<'_, GROUPED> {
-    const WIDTH: usize = 3;
+    // Sums, operands and scales of a square fit 32 registers.
+    const SQUARE: [usize; 2] = if GROUPED { [2, 4] } else { [4, 3] };
     const SEGMENT: usize = SEGMENT_BLOCKS;
 
     #[inline(always)]
@@ -537,7 +545,7 @@ where
     Row: Fn(usize) -> &'a [[f32; LANES]],
     Token: Fn(usize) -> &'a [[f32; LANES]],
 {
-    const WIDTH: usize = 4;
+    const SQUARE: [usize; 2] = [4, 4];
     const SEGMENT: usize = SEGMENT_BLOCKS * BLOCK / LANES;
 
     #[inline(always)]
