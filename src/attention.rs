@@ -290,7 +290,7 @@ impl Attending<'_> {
         let absorbed = absorbed.as_flattened_mut();
         for (i, head) in (heads[0]..heads[1]).enumerate() {
             let queries = &self.queries[t * query_dim + head * qk_dim..];
-            self.arithmetic.run(Absorb {
+            Absorb {
                 matrix: self.kv_b,
                 first_row: head * (nope + c.v_head_dim),
                 queries,
@@ -300,7 +300,8 @@ impl Attending<'_> {
                 out_stride: group * width,
                 count,
                 scratch: &mut worker.tiles,
-            });
+            }
+            .run(self.arithmetic);
             for t in 0..count {
                 let out =
                     &mut absorbed[(t * group + i) * width + latent_dim..][..width - latent_dim];
@@ -383,13 +384,14 @@ impl Attending<'_> {
         prepare_here(self.arithmetic, count, latent_dim, forms, row, mixed_input);
         tokens.clear();
         tokens.extend(0..count as u32);
-        self.arithmetic.run(ProductPart {
+        ProductPart {
             matrix: self.kv_b,
             rows: first_row..first_row + v_dim,
             x: mixed_input,
             tokens,
             y: out,
             scratch: tiles,
-        });
+        }
+        .run(self.arithmetic);
     }
 }

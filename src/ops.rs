@@ -207,7 +207,7 @@ impl Stage {
             let Part { product: p, first_row, rows } = parts[i];
             let Product { matrix, x, tokens } = product(p);
             let rows = first_row..first_row + rows;
-            arithmetic.run(ProductPart { matrix, rows, x, tokens, y, scratch });
+            ProductPart { matrix, rows, x, tokens, y, scratch }.run(arithmetic);
         });
         compute.tally.product_s += start.elapsed().as_secs_f64();
     }

@@ -10,7 +10,7 @@ use super::codes::{Bf16, Code, F16, F32, FloatCode, Fp8, Groups, Int2, Int3, Int
 use super::scalar::{self, LANES};
 use super::simd::Simd;
 use super::tiles::{FloatDots, PREFETCH_BYTES, Scratch, block_bytes, decode_floats, squares};
-use super::{Kernel, fit};
+use super::{Arithmetic, Kernel, fit};
 use crate::float::f32_at;
 use crate::quant::{Encoded, Format};
 use std::ops::Range;
@@ -215,6 +215,13 @@ pub struct Absorb<'a> {
     pub count: usize,
     /// Buffers.
     pub scratch: &'a mut Scratch,
+}
+
+impl Absorb<'_> {
+    /// Computes it. Not generic: many tiles, compiled once and not again by every crate.
+    pub fn run(self, arithmetic: Arithmetic) {
+        arithmetic.run(self);
+    }
 }
 
 impl Kernel for Absorb<'_> {

@@ -14,7 +14,7 @@ use super::codes::{
 };
 use super::scalar::{self, LANES};
 use super::simd::Simd;
-use super::{Kernel, fit};
+use super::{Arithmetic, Kernel, fit};
 use crate::float::f32_at;
 use crate::quant::{Encoded, FP8_BLOCK, Format};
 use std::ops::Range;
@@ -60,6 +60,13 @@ pub struct ProductPart<'a> {
     pub y: &'a mut [f32],
     /// Buffers.
     pub scratch: &'a mut Scratch,
+}
+
+impl ProductPart<'_> {
+    /// Computes it. Not generic: many tiles, compiled once and not again by every crate.
+    pub fn run(self, arithmetic: Arithmetic) {
+        arithmetic.run(self);
+    }
 }
 
 impl Kernel for ProductPart<'_> {
