@@ -12,7 +12,7 @@ so that hidden values stay finite and tokens choose different experts. Every ten
 | preset | model | bytes |
 |---|---|---|
 | medium | hidden 2048, 64 experts of width 768, 1 dense and 8 sparse layers | 1.4 GB |
-| layers3 | the widths of GLM-5.2, 1 dense and 2 sparse layers of 256 experts, vocabulary 8192 | 10 GB |
+| layers3 | the widths of GLM-5.2, 256 experts, 1 dense and 2 sparse layers | 10 GB |
 
 `--indexer` adds the sparse-attention indexer to every layer; without it attention is dense. No
 tokenizer is written: run it with `--ids`, or measure it with `coli bench`. Needs numpy.
