@@ -21,7 +21,7 @@ from pathlib import Path
 
 RUN = ["label", "machine", "isa", "threads", "flags"]
 LIMITS = ["read_gbs", "int16_gmacs"]
-DECODE = ["tok_s", "gbs", "of_read_limit", "attention_share"]
+DECODE = ["tok_s", "gbs", "of_read_limit", "attention_share", "indexer_share"]
 PREFILL = ["rows", "tok_s", "gmacs", "of_int16_limit", "products_of_int16_limit", "attention_share"]
 
 
