@@ -19,6 +19,7 @@
 
 use crate::config::Config;
 use crate::indexer::Selection;
+use crate::kernels::activations::BLOCK;
 use crate::kernels::attention::{Absorb, Keys, Mix, Scores};
 use crate::kernels::elementwise::{Norm, Softmax};
 use crate::kernels::tiles::{self, ProductPart};
@@ -63,6 +64,26 @@ pub struct Scratch {
     workers: Vec<Worker>,
 }
 
+impl Scratch {
+    /// Bytes at most, for batches of `rows` in a context of `ctx_tokens`.
+    pub fn bytes(c: &Config, ctx_tokens: usize, rows: usize, threads: usize) -> usize {
+        let (kv_dim, context) = (c.kv_lora_rank + c.qk_rope_head_dim, c.num_heads * c.v_head_dim);
+        let row = 2 * c.q_lora_rank + c.num_heads * c.qk_head_dim() + kv_dim + 2 * context;
+        let pairs = HEADS * QUERIES_MAX.min(rows);
+        let padded = kv_dim.next_multiple_of(LANES) + c.kv_lora_rank.next_multiple_of(LANES);
+        let scores = (HEADS * ctx_tokens).max(SCORES_MAX.min(pairs * ctx_tokens));
+        // K of one head, decoded, with its scales.
+        let decoded = c.qk_nope_head_dim * (c.kv_lora_rank + LANES).next_multiple_of(BLOCK);
+        let worker = 4 * (pairs * padded + scores + 2 * decoded)
+            + Activations::bytes(QUERIES_MAX, c.kv_lora_rank)
+            + tiles::Scratch::bytes(c.kv_lora_rank);
+        4 * rows * row
+            + Activations::bytes(rows, c.q_lora_rank)
+            + Activations::bytes(rows, context)
+            + threads * worker
+    }
+}
+
 /// Buffers of one thread: of some heads and some positions.
 #[derive(Default)]
 struct Worker {
@@ -90,8 +111,8 @@ pub struct IndexerRows {
 }
 
 /// Forms that the projections of the hidden state need it in.
-pub fn hidden_forms(weights: &weights::Attention, indexer: Option<&Indexer>) -> Forms {
-    let forms = Forms::default().and(weights.q_a.source.format).and(weights.kv_a.source.format);
+pub fn hidden_forms(weights: &weights::Attention, indexer: Option<&Indexer>, rows: usize) -> Forms {
+    let forms = Forms::of_rows(rows).and(weights.q_a.source.format).and(weights.kv_a.source.format);
     match indexer {
         Some(i) => forms.and(i.wk.source.format).and(i.weights_proj.source.format),
         None => forms,
@@ -145,7 +166,7 @@ pub fn project(
     let q_latent = fit(&mut scratch.q_latent, q_raw.len(), 0.0);
     crate::ops::rms_norm(compute, q_raw, &weights.q_a_norm, config.rms_norm_eps, q_latent);
     let wq_b = indexer.filter(|_| with_queries).map(|indexer| &indexer.wq_b);
-    let mut forms = Forms::default().and(weights.q_b.source.format);
+    let mut forms = Forms::of_rows(rows).and(weights.q_b.source.format);
     if let Some(wq_b) = wq_b {
         forms = forms.and(wq_b.source.format);
     }
@@ -250,7 +271,7 @@ pub fn attend(
         }
     });
     let row = |t: usize| &joined[t * width..(t + 1) * width];
-    compute.prepare(rows, width, Forms::default().and(weights.o.source.format), row, o_input);
+    compute.prepare(rows, width, Forms::of_rows(rows).and(weights.o.source.format), row, o_input);
     stage.run(compute, 1, |_| Product { matrix: weights.o.encoded(), x: o_input, tokens: all });
     stage.copy(compute, 0, out);
     add_bias(out, weights.o_bias.as_ref());
@@ -380,7 +401,7 @@ impl Attending<'_> {
             let first = (t * group + index) * width;
             &mixed[first..first + width].as_flattened()[..latent_dim]
         };
-        let forms = Forms::default().and(self.kv_b.format);
+        let forms = Forms::of_rows(count).and(self.kv_b.format);
         prepare_here(self.arithmetic, count, latent_dim, forms, row, mixed_input);
         tokens.clear();
         tokens.extend(0..count as u32);

@@ -113,7 +113,8 @@ impl Engine {
         let directory = Directory::open(dir)?;
         let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
         let kv_bytes = KvCache::bytes(&config, &weights.index_layers(), options.ctx_tokens);
-        let scratch_bytes = Scratch::bytes(&config, options.ctx_tokens, options.chunk_rows);
+        let scratch_bytes =
+            Scratch::bytes(&config, options.ctx_tokens, options.chunk_rows, options.threads);
         let plan = Plan::new(&weights, kv_bytes, scratch_bytes, options.limit)?;
         let store = ExpertStore::new(plan.expert_bytes, plan.largest_expert_bytes)?;
         weights.load(&directory, |bytes| progress(bytes, plan.resident_bytes))?;

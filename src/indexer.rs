@@ -88,6 +88,18 @@ struct Worker {
     tiles: tiles::Scratch,
 }
 
+impl Scratch {
+    /// Bytes at most, the kept keys included, for batches of `rows` in a context of `ctx_tokens`.
+    pub fn bytes(c: &Config, ctx_tokens: usize, rows: usize, threads: usize) -> usize {
+        let (heads, dim) = (c.index_n_heads, c.index_head_dim);
+        let row = dim + heads + heads * (dim + dim.next_multiple_of(LANES));
+        let kept = c.index_topk.min(ctx_tokens);
+        let scores = ctx_tokens.max(SCORES_MAX.min(rows * ctx_tokens));
+        let worker = 4 * heads * KEYS + 8 * ctx_tokens + tiles::Scratch::bytes(dim);
+        4 * (rows * (row + kept) + scores) + threads * worker
+    }
+}
+
 /// Whether any row of a batch of `rows` from position `first` sees more keys than are kept.
 pub fn must_choose(config: &Config, first: usize, rows: usize) -> bool {
     first + rows > config.index_topk

@@ -12,7 +12,7 @@ use crate::config::Config;
 use crate::error::{Context, Error, Result};
 use crate::experts::ExpertStore;
 use crate::indexer::{self, Selection};
-use crate::kernels::{Activations, Forms, add, fit};
+use crate::kernels::{Activations, Forms, add, fit, tiles};
 use crate::kv::KvCache;
 use crate::moe;
 use crate::ops::{Compute, Product, Rope, Rows, Stage, rms_norm};
@@ -90,17 +90,23 @@ pub const LOGITS_ROWS_MAX: usize = 16;
 const SAMPLER_ROWS: usize = 5;
 
 impl Scratch {
-    /// Bytes of the buffers of a batch of `rows` at their largest.
-    pub fn bytes(c: &Config, ctx_tokens: usize, rows: usize) -> usize {
-        let attention = c.q_lora_rank
-            + c.num_heads * (c.qk_head_dim() + c.v_head_dim)
-            + 3 * (c.kv_lora_rank + c.qk_rope_head_dim);
-        let indexer = c.index_n_heads * (c.index_head_dim + 1) + c.index_head_dim;
-        let shared = c.moe_intermediate_size * c.n_shared_experts.max(1);
-        let mlp = 2 * c.intermediate_size.max(shared) + c.n_routed_experts;
-        let row = 5 * c.hidden_size + attention + indexer + mlp + c.index_topk.min(ctx_tokens);
-        let vocab_rows = rows.min(LOGITS_ROWS_MAX) + SAMPLER_ROWS;
-        4 * (rows * (row + c.qk_rope_head_dim) + 4 * ctx_tokens + vocab_rows * c.vocab_size)
+    /// Bytes at most of everything here and of a session's logits, for batches of `rows`.
+    pub fn bytes(c: &Config, ctx_tokens: usize, rows: usize, threads: usize) -> usize {
+        let kv_dim = c.kv_lora_rank + c.qk_rope_head_dim;
+        let index_dim = c.index_n_heads * c.index_head_dim;
+        let projected = (c.q_lora_rank + kv_dim + c.index_head_dim + c.index_n_heads)
+            .max(c.num_heads * c.qk_head_dim() + index_dim)
+            .max(c.hidden_size);
+        let logits_rows = rows.min(LOGITS_ROWS_MAX) * c.vocab_size;
+        let slab = (rows * projected).max(logits_rows);
+        let row = 3 * c.hidden_size + 2 * c.qk_rope_head_dim + 4;
+        let widest = c.intermediate_size.max(c.num_heads * c.v_head_dim).max(c.hidden_size);
+        4 * (rows * row + slab + logits_rows + SAMPLER_ROWS * c.vocab_size)
+            + Activations::bytes(rows, c.hidden_size)
+            + attention::Scratch::bytes(c, ctx_tokens, rows, threads)
+            + indexer::Scratch::bytes(c, ctx_tokens, rows, threads)
+            + moe::Scratch::bytes(c, rows)
+            + threads * tiles::Scratch::bytes(widest)
     }
 }
 
@@ -140,7 +146,7 @@ impl Model {
                 .context(|| format!("layer {index}"))?;
         }
         self.observe_hidden(self.config.num_layers, first, &scratch.x[..rows * hidden], observer);
-        let forms = Forms::default().and(self.weights.lm_head.source.format);
+        let forms = Forms::of_rows(rows).and(self.weights.lm_head.source.format);
         self.norm(compute, rows, &self.weights.final_norm, forms, scratch);
         let normed = &scratch.normed[..rows * hidden];
         self.observe_hidden(self.config.num_layers + 1, first, normed, observer);
@@ -205,7 +211,7 @@ impl Model {
         observer: &mut dyn Observer,
     ) -> Result<()> {
         let config = &self.config;
-        let forms = attention::hidden_forms(&layer.attention, layer.indexer.as_ref());
+        let forms = attention::hidden_forms(&layer.attention, layer.indexer.as_ref(), rows);
         self.norm(compute, rows, &layer.input_norm, forms, scratch);
         let Scratch { x, input, delta, angles, all, stage, selection, .. } = scratch;
         let (attn, idx) = (&mut scratch.attention, &mut scratch.indexer);
@@ -281,8 +287,8 @@ impl Model {
         observer: &mut dyn Observer,
     ) -> Result<()> {
         let forms = match &layer.mlp {
-            Mlp::Dense(ffn) => moe::dense_forms(ffn),
-            Mlp::Sparse(moe) => moe::sparse_forms(moe),
+            Mlp::Dense(ffn) => moe::dense_forms(ffn, rows),
+            Mlp::Sparse(moe) => moe::sparse_forms(moe, rows),
         };
         self.norm(compute, rows, &layer.post_attention_norm, forms, scratch);
         let Scratch { x, input, delta, all, moe: moe_scratch, .. } = scratch;

@@ -67,6 +67,17 @@ struct Gathered {
 }
 
 impl Scratch {
+    /// Bytes at most, for batches of `rows`.
+    pub fn bytes(c: &Config, rows: usize) -> usize {
+        let pass = |rows: usize, width: usize| {
+            4 * rows * (3 * width + c.hidden_size) + Activations::bytes(rows, width)
+        };
+        let shared = c.moe_intermediate_size * c.n_shared_experts;
+        let widest = pass(rows, c.intermediate_size.max(shared));
+        let routes = rows * (4 * c.n_routed_experts + 12 * c.top_k);
+        widest.max(pass(pass_rows(rows), c.moe_intermediate_size)) + routes
+    }
+
     /// Chosen experts of row `t`, `(index, weight)` in ascending index.
     pub fn route(&self, t: usize) -> &[(u32, f32)] {
         &self.routes[t * self.top_k..(t + 1) * self.top_k]
@@ -91,13 +102,13 @@ fn input_forms(forms: Forms, ffn: &Ffn) -> Forms {
 }
 
 /// Forms that a dense layer needs the hidden state in.
-pub fn dense_forms(ffn: &Ffn) -> Forms {
-    input_forms(Forms::default(), ffn)
+pub fn dense_forms(ffn: &Ffn, rows: usize) -> Forms {
+    input_forms(Forms::of_rows(rows), ffn)
 }
 
 /// Forms that a sparse layer needs the hidden state in.
-pub fn sparse_forms(moe: &Moe) -> Forms {
-    let forms = Forms::default().and(moe.router.source.format);
+pub fn sparse_forms(moe: &Moe, rows: usize) -> Forms {
+    let forms = Forms::of_rows(rows).and(moe.router.source.format);
     let forms = moe.shared.iter().fold(forms, input_forms);
     (moe.experts.iter()).fold(forms, |f, e| f.and(e.gate.format).and(e.up.format))
 }
@@ -122,7 +133,8 @@ impl Pass {
         let (rows, width) = (last.first + last.tokens.len(), last.gate.rows);
         let gated = fit(gated, rows * width, 0.0);
         let arithmetic = compute.arithmetic;
-        let mut forms = Forms::default();
+        let most = (0..count).map(|i| mlp(i).tokens.len()).max().unwrap_or(0);
+        let mut forms = Forms::of_rows(most);
         for i in 0..count {
             let Gated { down, tokens, first, .. } = mlp(i);
             forms = forms.and(down.format);

@@ -220,7 +220,7 @@ fn product(
     let cols = matrix.cols;
     let mut activations = Activations::default();
     let row = |t: usize| &x[t * cols..(t + 1) * cols];
-    let forms = Forms::default().and(matrix.format);
+    let forms = Forms::of_rows(x.len() / cols).and(matrix.format);
     prepare_here(arithmetic, x.len() / cols, cols, forms, row, &mut activations);
     let mut y = vec![f32::NAN; tokens.len() * rows.len()];
     ProductPart { matrix, rows, x: &activations, tokens, y: &mut y, scratch }.run(arithmetic);

@@ -176,9 +176,16 @@ pub struct Forms {
     pub packed: bool,
     /// Plain floats.
     pub floats: bool,
+    /// Whether products take several rows each, which decides the order of packed blocks.
+    pub several: bool,
 }
 
 impl Forms {
+    /// No form yet, for products of `rows` rows each at most.
+    pub fn of_rows(rows: usize) -> Forms {
+        Forms { several: rows > 1, ..Forms::default() }
+    }
+
     /// These forms and the one that `format` needs.
     pub fn and(mut self, format: Format) -> Forms {
         match Order::of(format, 1) {
@@ -195,8 +202,6 @@ impl Forms {
 pub struct Activations {
     /// Features of a row.
     cols: usize,
-    /// Rows, of which a single one has packed blocks of its own order.
-    rows: usize,
     /// What was filled.
     forms: Forms,
     /// `[rows, blocks]`
@@ -224,13 +229,19 @@ impl Activations {
     pub fn reshape(&mut self, rows: usize, cols: usize, forms: Forms) -> Unfilled<'_> {
         let blocks = rows * cols.div_ceil(BLOCK);
         let chunks = rows * cols.div_ceil(LANES);
-        (self.rows, self.cols, self.forms) = (rows, cols, forms);
+        (self.cols, self.forms) = (cols, forms);
         Unfilled {
             packed_order: self.packed_order(),
             natural: fit(&mut self.natural, if forms.natural { blocks } else { 0 }, ZERO_BLOCK),
             packed: fit(&mut self.packed, if forms.packed { blocks } else { 0 }, ZERO_BLOCK),
             floats: fit(&mut self.floats, if forms.floats { chunks } else { 0 }, [0.0; LANES]),
         }
+    }
+
+    /// Bytes of `rows` of `cols` in every form.
+    pub fn bytes(rows: usize, cols: usize) -> usize {
+        let blocks = 2 * cols.div_ceil(BLOCK) * size_of::<Block>();
+        rows * (blocks + cols.div_ceil(LANES) * size_of::<[f32; LANES]>())
     }
 
     /// Features of a row.
@@ -241,12 +252,12 @@ impl Activations {
     /// The order of blocks for packed weights.
     #[inline(always)]
     pub fn packed_order(&self) -> Order {
-        if self.rows == 1 { Order::Bytes } else { Order::Planes }
+        if self.forms.several { Order::Planes } else { Order::Bytes }
     }
 
     /// The blocks of one row for weights of `format`, and their order; `None` for float formats.
     pub fn blocks_for(&self, format: Format, row: usize) -> Option<(&[Block], Order)> {
-        let order = Order::of(format, self.rows)?;
+        let order = Order::of(format, 1 + self.forms.several as usize)?;
         Some((self.blocks(order, row), order))
     }
 

@@ -9,9 +9,7 @@
 #![forbid(unsafe_code)]
 
 use super::activations::{Activations, BLOCK, Block, Order};
-use super::codes::{
-    Bf16, Code, F16, F32, FloatCode, Fp8, GroupRow, Groups, Int2, Int3, Int4, Int8, Nvfp4,
-};
+use super::codes::{Bf16, Code, F16, F32, FloatCode, Fp8, Groups, Int2, Int3, Int4, Int8, Nvfp4};
 use super::scalar::{self, LANES};
 use super::simd::Simd;
 use super::{Arithmetic, Kernel, fit};
@@ -22,6 +20,10 @@ use std::ops::Range;
 /// How far ahead of its use weight memory is asked for: at 16 GB/s a core, about 750 ns. Measured:
 /// 4 KiB reach 0.86 of the streaming limit, 12 KiB 0.94.
 pub(super) const PREFETCH_BYTES: usize = 12 << 10;
+/// Weight rows that take turns when a row of activations does not fit the first cache level.
+const GROUP_ROWS: usize = 8;
+/// Blocks of activations that do: 18 KiB.
+const RESIDENT_BLOCKS: usize = 48;
 /// Decoded weights of a tile, in bytes: half of a second-level cache of 512 KiB.
 const TILE_BYTES: usize = 256 << 10;
 /// Most rows of a tile.
@@ -44,6 +46,16 @@ pub struct Scratch {
     /// A row of floats, for whoever needs one
     pub row: Vec<f32>,
     codes: Vec<i16>,
+}
+
+impl Scratch {
+    /// Bytes at most, when no matrix has more than `cols` columns.
+    pub fn bytes(cols: usize) -> usize {
+        let row =
+            cols.div_ceil(BLOCK) * (size_of::<[[i16; 32]; 4]>() + 4 * size_of::<f32>() * LANES);
+        // Integers with their scales, floats, sums, and a row.
+        2 * TILE_BYTES.max(4 * row) + TILE_ROWS_MAX * 4 * LANES * size_of::<f32>() + 6 * cols
+    }
 }
 
 /// y[t, r] = W[rows[r]] · x[tokens[t]].
@@ -118,17 +130,21 @@ fn quantized<S: Simd, C: Code, const GROUPED: bool>(simd: S, part: ProductPart<'
     let groups = Groups::of(&matrix);
     assert_eq!(groups.is_some(), GROUPED, "scales of {}", matrix.format);
     let row_scale = |r: usize| if GROUPED { 1.0 } else { f32_at(matrix.scales, r) };
-    // Packed activations are in the order of a single row only if it is the only one.
+    // Packed activations are in the order of a single row only if every product has one.
     if let [token] = tokens
         && let Some((x, Order::Natural | Order::Bytes)) =
             x.blocks_for(matrix.format, *token as usize)
     {
-        for first in rows.clone().step_by(4) {
-            let count = (rows.end - first).min(4);
+        for first in rows.clone().step_by(GROUP_ROWS) {
+            let count = (rows.end - first).min(GROUP_ROWS);
             let lanes = row_lanes::<S, C>(simd, &matrix, groups.as_ref(), [first, count], x);
-            let sums = simd.lane_sums(lanes);
-            for i in 0..count {
-                y[first - rows.start + i] = scaled::<GROUPED>(sums[i], row_scale(first + i));
+            let y = &mut y[first - rows.start..][..count];
+            for (i, y) in y.chunks_mut(4).enumerate() {
+                let quarter = [lanes[4 * i], lanes[4 * i + 1], lanes[4 * i + 2], lanes[4 * i + 3]];
+                let sums = simd.lane_sums(quarter);
+                for (j, (y, sum)) in y.iter_mut().zip(sums).enumerate() {
+                    *y = scaled::<GROUPED>(sum, row_scale(first + 4 * i + j));
+                }
             }
         }
         return;
@@ -183,7 +199,7 @@ fn pad(rest: &[u8], padded: &mut [u8; 128]) {
     padded[rest.len()..].fill(0);
 }
 
-/// The lanes of up to four weight rows from `first` on times one activation row.
+/// The lanes of up to [`GROUP_ROWS`] weight rows from `first` on times one activation row.
 #[inline(always)]
 fn row_lanes<S: Simd, C: Code>(
     simd: S,
@@ -191,78 +207,111 @@ fn row_lanes<S: Simd, C: Code>(
     groups: Option<&Groups<'_>>,
     [first, count]: [usize; 2],
     x: &[Block],
-) -> [S::F; 4] {
-    let mut lanes = [simd.splat(0.0); 4];
-    let (mut i, height) = (0, if S::WIDE { 2 } else { 1 });
-    while i < count {
-        let row = first + i;
-        let high = if count - i >= height { height } else { 1 };
-        let scales = |row: usize| groups.and_then(|groups| groups.row(row));
-        match (high, scales(row), scales(row + high - 1)) {
-            (2, Some(a), Some(b)) => {
-                let pair = rows::<S, C, 2>(simd, matrix, groups, row, Some([a, b]), x);
+) -> [S::F; GROUP_ROWS] {
+    let mut lanes = [simd.splat(0.0); GROUP_ROWS];
+    let height = if S::WIDE { 2 } else { 1 };
+    for start in (0..x.len()).step_by(RESIDENT_BLOCKS) {
+        let blocks = start..(start + RESIDENT_BLOCKS).min(x.len());
+        let ahead = (x.len() > RESIDENT_BLOCKS).then(|| match blocks.end == x.len() {
+            true => GROUP_ROWS * matrix.format.row_bytes(matrix.cols) - start * C::BLOCK_BYTES,
+            false => RESIDENT_BLOCKS * C::BLOCK_BYTES,
+        });
+        let mut i = 0;
+        while i < count {
+            let row = first + i;
+            let part = RowPart { matrix, groups, row, blocks: blocks.clone(), ahead, x };
+            if count - i >= height && height == 2 {
+                let pair = part.add::<S, C, 2>(simd, [lanes[i], lanes[i + 1]]);
                 [lanes[i], lanes[i + 1]] = pair;
+                i += 2;
+            } else {
+                [lanes[i]] = part.add::<S, C, 1>(simd, [lanes[i]]);
+                i += 1;
             }
-            (2, ..) => {
-                let pair = rows::<S, C, 2>(simd, matrix, groups, row, None, x);
-                [lanes[i], lanes[i + 1]] = pair;
-            }
-            (_, Some(a), _) => {
-                [lanes[i]] = rows::<S, C, 1>(simd, matrix, groups, row, Some([a]), x);
-            }
-            _ => [lanes[i]] = rows::<S, C, 1>(simd, matrix, groups, row, None, x),
         }
-        i += high;
     }
     lanes
 }
 
-/// The lanes of `R` weight rows from `row` on; activations are in registers once for all of them.
-#[inline(always)]
-fn rows<S: Simd, C: Code, const R: usize>(
-    simd: S,
-    matrix: &Encoded<'_>,
-    groups: Option<&Groups<'_>>,
+/// Some blocks of weight rows from `row` on, times those of one activation row.
+struct RowPart<'a> {
+    matrix: &'a Encoded<'a>,
+    groups: Option<&'a Groups<'a>>,
     row: usize,
-    scales: Option<[GroupRow<'_>; R]>,
-    x: &[Block],
-) -> [S::F; R] {
-    let mut lanes = [simd.splat(0.0); R];
-    let mut rows = [&[][..]; R];
-    for (r, bytes) in rows.iter_mut().enumerate() {
-        *bytes = matrix.row(row + r);
+    blocks: Range<usize>,
+    /// How far behind these blocks the same row's turn goes on; `None`: as memory does.
+    ahead: Option<usize>,
+    x: &'a [Block],
+}
+
+impl RowPart<'_> {
+    /// Adds the blocks of `R` rows to their lanes; activations are in registers once for all.
+    #[inline(always)]
+    fn add<S: Simd, C: Code, const R: usize>(self, simd: S, lanes: [S::F; R]) -> [S::F; R] {
+        let RowPart { matrix, groups, row, blocks, ahead, x } = self;
+        let mut lanes = lanes;
+        let (mut rows, mut scales) = ([&[][..]; R], [None; R]);
+        for r in 0..R {
+            rows[r] = matrix.row(row + r);
+            if let Some(groups) = groups {
+                scales[r] = groups.row(row + r);
+            }
+        }
+        let whole = blocks.start..blocks.end.min(matrix.cols / BLOCK);
+        let has_rows = scales.iter().all(|scales| scales.is_some());
+        if has_rows && blocks.start == 0 {
+            scales.iter().flatten().for_each(|scales| scales.prefetch(simd));
+        }
+        for b in whole.clone() {
+            let (x, at) = (&x[b], b * C::BLOCK_BYTES..(b + 1) * C::BLOCK_BYTES);
+            ask_ahead::<S, R>(simd, &rows, at.clone(), ahead);
+            for r in 0..R {
+                let scale = match (groups, scales[r]) {
+                    (None, _) => None,
+                    (_, Some(scales)) if has_rows => Some(scales.lanes(simd, b)),
+                    (Some(groups), _) => Some(groups.lanes(simd, row + r, b)),
+                };
+                lanes[r] = add_block::<S, C>(simd, lanes[r], scale, &rows[r][at.clone()], x);
+            }
+        }
+        for b in whole.end..blocks.end {
+            let mut padded = [0; 128];
+            for r in 0..R {
+                let bytes = block_bytes(rows[r], b, C::BLOCK_BYTES, &mut padded);
+                let scale = match groups {
+                    Some(groups) => Some(groups.lanes(simd, row + r, b)),
+                    None => None,
+                };
+                lanes[r] = add_block::<S, C>(simd, lanes[r], scale, bytes, &x[b]);
+            }
+        }
+        lanes
     }
-    if let Some(scales) = scales {
-        scales.iter().for_each(|scales| scales.prefetch(simd));
-    }
-    let whole = matrix.cols / BLOCK;
-    for (b, x) in x[..whole].iter().enumerate() {
-        let at = b * C::BLOCK_BYTES..(b + 1) * C::BLOCK_BYTES;
+}
+
+/// Asks for the memory that comes after the bytes `at` of some rows.
+#[inline(always)]
+fn ask_ahead<S: Simd, const R: usize>(
+    simd: S,
+    rows: &[&[u8]; R],
+    at: Range<usize>,
+    ahead: Option<usize>,
+) {
+    match ahead {
+        Some(ahead) => {
+            for row in rows {
+                for line in at.clone().step_by(64) {
+                    simd.prefetch(row.as_ptr().wrapping_add(line + ahead));
+                }
+            }
+        }
         // In the order of memory, whichever rows it belongs to.
-        for line in (R * at.start..R * at.end).step_by(64) {
-            simd.prefetch(rows[0].as_ptr().wrapping_add(line + PREFETCH_BYTES));
-        }
-        for r in 0..R {
-            let scale = match (groups, scales) {
-                (None, _) => None,
-                (_, Some(scales)) => Some(scales[r].lanes(simd, b)),
-                (Some(groups), None) => Some(groups.lanes(simd, row + r, b)),
-            };
-            lanes[r] = add_block::<S, C>(simd, lanes[r], scale, &rows[r][at.clone()], x);
+        None => {
+            for line in (R * at.start..R * at.end).step_by(64) {
+                simd.prefetch(rows[0].as_ptr().wrapping_add(line + PREFETCH_BYTES));
+            }
         }
     }
-    if let Some(x) = x.get(whole) {
-        let mut padded = [0; 128];
-        for r in 0..R {
-            let bytes = block_bytes(rows[r], whole, C::BLOCK_BYTES, &mut padded);
-            let scale = match groups {
-                Some(groups) => Some(groups.lanes(simd, row + r, whole)),
-                None => None,
-            };
-            lanes[r] = add_block::<S, C>(simd, lanes[r], scale, bytes, x);
-        }
-    }
-    lanes
 }
 
 /// Adds one block of one row, with its groups' scales if it has any, to its lanes.
