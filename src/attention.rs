@@ -23,7 +23,7 @@ use crate::kernels::activations::BLOCK;
 use crate::kernels::attention::{Absorb, Keys, Mix, Scores};
 use crate::kernels::elementwise::{Norm, Softmax};
 use crate::kernels::tiles::{self, ProductPart};
-use crate::kernels::{Activations, Arithmetic, Forms, LANES, fit};
+use crate::kernels::{Activations, Arithmetic, Forms, LANES, fit, reserve};
 use crate::kv::KvCache;
 use crate::ops::{Compute, Product, Rows, Stage, add_bias, prepare_here, rotate};
 use crate::quant::Encoded;
@@ -256,6 +256,7 @@ pub fn attend(
     cuts.clear();
     cuts.extend((0..heads).step_by(group).chain([heads]).map(|head| head * rows * v_dim));
     workers.resize_with(compute.pool.threads(), Worker::default);
+    workers.iter_mut().for_each(|worker| step.reserve(group, worker));
     compute.pool.for_each_part(contexts, cuts, workers, |part, out, worker| {
         let first = part * group;
         step.heads([first, (first + group).min(heads)], out, worker);
@@ -278,6 +279,20 @@ pub fn attend(
 }
 
 impl Attending<'_> {
+    /// Makes room for one position and all keys that any may see: a decode allocates nothing later
+    /// on, however long its context grows and whichever thread takes a part.
+    fn reserve(&self, group: usize, worker: &mut Worker) {
+        let (c, keys) = (self.config, self.kv.keys_max(self.config));
+        let (_, chunks) = self.kv.latents(self.batch.layer);
+        reserve(&mut worker.absorbed, group * chunks);
+        reserve(&mut worker.scores, group * keys);
+        reserve(&mut worker.mixed, group * chunks);
+        reserve(&mut worker.tokens, 1);
+        worker.tiles.reserve([c.qk_nope_head_dim, c.kv_lora_rank], KEYS.min(keys));
+        let forms = Forms::of_rows(1).and(self.kv_b.format);
+        worker.mixed_input.reshape(1, c.kv_lora_rank, forms);
+    }
+
     /// Contexts of the heads `first … end` for all positions, into `out [heads, T, v]`.
     fn heads(&self, [first, end]: [usize; 2], out: &mut [f32], worker: &mut Worker) {
         let (rows, v_dim) = (self.batch.angles.len(), self.config.v_head_dim);
@@ -345,9 +360,8 @@ impl Attending<'_> {
         let scores = fit(scores, count * scores_of, 0.0);
         let mixed = fit(mixed, count * mixed_of, [0.0; LANES]);
         mixed.fill([0.0; LANES]);
-        // Queries that see the same keys take turns at a few of them; else one after the other.
-        let is_dense = (0..count).all(|i| self.selection.kept(t + i).is_none());
-        let step = if is_dense && count > 1 { KEYS } else { stride };
+        // Queries take turns at a few keys: mostly they see the same.
+        let step = KEYS;
         let ranges = |i: usize, first: usize| first..counts(i).min(first + step);
         for first in (0..stride).step_by(step) {
             for (i, scores) in scores.chunks_exact_mut(scores_of).enumerate() {

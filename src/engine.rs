@@ -192,7 +192,7 @@ impl Engine {
         let config = &self.model.config;
         Session {
             engine: self,
-            tokens: Vec::new(),
+            tokens: Vec::with_capacity(self.options.ctx_tokens),
             kv: KvCache::new(config, &index_layers, self.options.ctx_tokens),
             logits: Vec::new(),
         }

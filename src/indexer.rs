@@ -20,7 +20,7 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::kernels::attention::{Keys, Scores};
 use crate::kernels::elementwise::IndexScores;
-use crate::kernels::{LANES, fit, tiles};
+use crate::kernels::{LANES, fit, reserve, tiles};
 use crate::kv::KvCache;
 use crate::ops::{Compute, Rows, layer_norm_in_place, rotate};
 use crate::weights::Indexer;
@@ -185,10 +185,19 @@ fn score_keys(
     let Scratch { rows: raw, queries, scores, cuts, workers } = scratch;
     cuts.clear();
     let parts = stride.div_ceil(KEYS);
+    let capacity = kv.capacity_tokens();
+    reserve(cuts, capacity.div_ceil(KEYS) + 1);
+    reserve(scores, capacity);
     let part_cuts = |row: usize| (0..parts).map(move |part| row * stride + part * KEYS);
     cuts.extend((0..turn.len()).flat_map(part_cuts));
     cuts.push(turn.len() * stride);
     workers.resize_with(compute.pool.threads(), Worker::default);
+    // A decode allocates nothing later on, however long its context grows.
+    for worker in workers.iter_mut() {
+        reserve(&mut worker.dots, heads * KEYS.min(capacity));
+        reserve(&mut worker.order, capacity);
+        worker.tiles.reserve([0, 0], KEYS.min(capacity));
+    }
     let arithmetic = compute.arithmetic;
     let scores = fit(scores, turn.len() * stride, 0.0);
     compute.pool.for_each_part(scores, cuts, workers, |i, scores, worker| {

@@ -57,6 +57,12 @@ impl KvCache {
         self.capacity_tokens
     }
 
+    /// Most keys that one position can attend to.
+    pub fn keys_max(&self, config: &Config) -> usize {
+        let has_index = self.index_keys.iter().any(|keys| !keys.is_empty());
+        self.capacity_tokens.min(if has_index { config.index_topk } else { usize::MAX })
+    }
+
     /// All latent rows of a layer, `[capacity_tokens, chunks]`, and the chunks of one.
     pub fn latents(&self, layer: usize) -> (&[[f32; LANES]], usize) {
         (&self.latents[layer], self.latent_chunks)

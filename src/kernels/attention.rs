@@ -228,11 +228,10 @@ impl Kernel for Absorb<'_> {
     type Output = ();
 
     fn scalar(self) {
-        let mut row = Vec::new();
         for t in 0..self.count {
             let query = &self.queries[t * self.query_stride..][..self.nope];
             let out = &mut self.out[t * self.out_stride..][..self.matrix.cols];
-            scalar::absorb(&self.matrix, self.first_row, query, &mut row, out);
+            scalar::absorb(&self.matrix, self.first_row, query, &mut self.scratch.row, out);
         }
     }
 

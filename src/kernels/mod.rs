@@ -119,3 +119,9 @@ pub fn fit<T: Copy>(buffer: &mut Vec<T>, n: usize, zero: T) -> &mut [T] {
     }
     &mut buffer[..n]
 }
+
+/// Makes room for `n` elements in all: [`fit`] to any length up to it allocates nothing. Room that
+/// is never used costs no memory, because the system hands out pages when they are written.
+pub fn reserve<T>(buffer: &mut Vec<T>, n: usize) {
+    buffer.reserve_exact(n.saturating_sub(buffer.len()));
+}

@@ -12,7 +12,7 @@ use super::activations::{Activations, BLOCK, Block, Order};
 use super::codes::{Bf16, Code, F16, F32, FloatCode, Fp8, Groups, Int2, Int3, Int4, Int8, Nvfp4};
 use super::scalar::{self, LANES};
 use super::simd::Simd;
-use super::{Arithmetic, Kernel, fit};
+use super::{Arithmetic, Kernel, fit, reserve};
 use crate::float::f32_at;
 use crate::quant::{Encoded, FP8_BLOCK, Format};
 use std::ops::Range;
@@ -51,10 +51,19 @@ pub struct Scratch {
 impl Scratch {
     /// Bytes at most, when no matrix has more than `cols` columns.
     pub fn bytes(cols: usize) -> usize {
-        let row =
-            cols.div_ceil(BLOCK) * (size_of::<[[i16; 32]; 4]>() + 4 * size_of::<f32>() * LANES);
+        let row = cols.div_ceil(BLOCK) * (size_of::<[[i16; 32]; 4]>() + size_of::<[f32; LANES]>());
         // Integers with their scales, floats, sums, and a row.
         2 * TILE_BYTES.max(4 * row) + TILE_ROWS_MAX * 4 * LANES * size_of::<f32>() + 6 * cols
+    }
+
+    /// Makes room for what one row of activations needs: absorbing it into `nope` rows of `cols`,
+    /// and comparing up to four queries with `keys` keys.
+    pub fn reserve(&mut self, [nope, cols]: [usize; 2], keys: usize) {
+        let chunks = cols.next_multiple_of(BLOCK) / LANES;
+        reserve(&mut self.sums, chunks.max(4 * keys.next_multiple_of(4)));
+        reserve(&mut self.floats, nope * chunks);
+        reserve(&mut self.row, cols);
+        reserve(&mut self.codes, chunks * LANES);
     }
 }
 
