@@ -240,7 +240,8 @@ impl<'a> Groups<'a> {
         let log2 = self.log2.filter(|_| !self.is_e4m3 && self.cols.is_multiple_of(BLOCK))?;
         let bytes = &self.scales[4 * row * self.per_row..];
         let index = &self.index[0];
-        (bytes.len() >= 4 * self.per_row + 32).then_some(GroupRow { bytes, log2, index })
+        let row_bytes = 4 * self.per_row;
+        (bytes.len() >= row_bytes + 32).then_some(GroupRow { bytes, row_bytes, log2, index })
     }
 
     /// Scales from the first of `block` on; 0 behind the row's end, where lanes have no column.
@@ -265,23 +266,30 @@ impl<'a> Groups<'a> {
 /// Scales of one row, see [`Groups::row`].
 #[derive(Clone, Copy)]
 pub struct GroupRow<'a> {
+    /// This row's and what follows.
     bytes: &'a [u8],
+    row_bytes: usize,
     log2: u32,
     index: &'a [u32; LANES],
 }
 
 impl GroupRow<'_> {
+    /// No scales at all.
+    pub const NONE: GroupRow<'static> =
+        GroupRow { bytes: &[], row_bytes: 0, log2: 0, index: &[0; LANES] };
+
     /// The scales of `block`, one per lane.
     #[inline(always)]
     pub fn lanes<S: Simd>(&self, simd: S, block: usize) -> S::F {
         simd.pick(at(self.bytes, 4 * ((BLOCK * block) >> self.log2)), self.index)
     }
 
-    /// Asks for scales further on: 4 KiB of them belong to 32 KiB of weights in groups of 64.
+    /// Asks for as many scales further on: 2 KiB of them belong to 16 KiB of weights in groups
+    /// of 64.
     #[inline(always)]
     pub fn prefetch<S: Simd>(&self, simd: S) {
-        for line in 0..8 {
-            simd.prefetch(self.bytes.as_ptr().wrapping_add(2048 + 64 * line));
+        for line in (0..self.row_bytes).step_by(64) {
+            simd.prefetch(self.bytes.as_ptr().wrapping_add(2048 + line));
         }
     }
 }

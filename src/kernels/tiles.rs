@@ -9,7 +9,9 @@
 #![forbid(unsafe_code)]
 
 use super::activations::{Activations, BLOCK, Block, Order};
-use super::codes::{Bf16, Code, F16, F32, FloatCode, Fp8, Groups, Int2, Int3, Int4, Int8, Nvfp4};
+use super::codes::{
+    Bf16, Code, F16, F32, FloatCode, Fp8, GroupRow, Groups, Int2, Int3, Int4, Int8, Nvfp4,
+};
 use super::scalar::{self, LANES};
 use super::simd::Simd;
 use super::{Arithmetic, Kernel, fit, reserve};
@@ -256,68 +258,112 @@ struct RowPart<'a> {
 impl RowPart<'_> {
     /// Adds the blocks of `R` rows to their lanes; activations are in registers once for all.
     #[inline(always)]
-    fn add<S: Simd, C: Code, const R: usize>(self, simd: S, lanes: [S::F; R]) -> [S::F; R] {
-        let RowPart { matrix, groups, row, blocks, ahead, x } = self;
-        let mut lanes = lanes;
-        let (mut rows, mut scales) = ([&[][..]; R], [None; R]);
-        for r in 0..R {
-            rows[r] = matrix.row(row + r);
-            if let Some(groups) = groups {
-                scales[r] = groups.row(row + r);
+    fn add<S: Simd, C: Code, const R: usize>(&self, simd: S, lanes: [S::F; R]) -> [S::F; R] {
+        let whole = self.blocks.start..self.blocks.end.min(self.matrix.cols / BLOCK);
+        let mut scales = [GroupRow::NONE; R];
+        let mut found = 0;
+        for (r, scales) in scales.iter_mut().enumerate() {
+            if let Some(row) = self.groups.and_then(|groups| groups.row(self.row + r)) {
+                (*scales, found) = (row, found + 1);
             }
         }
-        let whole = blocks.start..blocks.end.min(matrix.cols / BLOCK);
-        let has_rows = scales.iter().all(|scales| scales.is_some());
-        if has_rows && blocks.start == 0 {
-            scales.iter().flatten().for_each(|scales| scales.prefetch(simd));
+        // One loop for each, so that none keeps its sums in memory for the sake of another.
+        let lanes = match self.groups {
+            None => self.add_blocks::<S, C, R, BY_ROW>(simd, lanes, whole.clone(), &scales),
+            Some(_) if found == R => {
+                if whole.start == 0 {
+                    scales.iter().for_each(|scales| scales.prefetch(simd));
+                }
+                self.add_blocks::<S, C, R, BY_GROUP>(simd, lanes, whole.clone(), &scales)
+            }
+            _ => self.add_blocks::<S, C, R, BY_ANY_GROUP>(simd, lanes, whole.clone(), &scales),
+        };
+        self.add_ragged::<S, C, R>(simd, lanes, whole.end..self.blocks.end)
+    }
+
+    /// Adds whole blocks; `SCALING` says whose scales there are.
+    #[inline(always)]
+    fn add_blocks<S: Simd, C: Code, const R: usize, const SCALING: u8>(
+        &self,
+        simd: S,
+        lanes: [S::F; R],
+        blocks: Range<usize>,
+        scales: &[GroupRow<'_>; R],
+    ) -> [S::F; R] {
+        let mut lanes = lanes;
+        let mut rows = [&[][..]; R];
+        for (r, bytes) in rows.iter_mut().enumerate() {
+            *bytes = self.matrix.row(self.row + r);
         }
-        for b in whole.clone() {
-            let (x, at) = (&x[b], b * C::BLOCK_BYTES..(b + 1) * C::BLOCK_BYTES);
-            ask_ahead::<S, R>(simd, &rows, at.clone(), ahead);
+        for (b, x) in blocks.clone().zip(&self.x[blocks]) {
+            let at = b * C::BLOCK_BYTES..(b + 1) * C::BLOCK_BYTES;
+            ask_ahead::<S, C, R>(simd, &rows, b, self.ahead);
             for r in 0..R {
-                let scale = match (groups, scales[r]) {
-                    (None, _) => None,
-                    (_, Some(scales)) if has_rows => Some(scales.lanes(simd, b)),
-                    (Some(groups), _) => Some(groups.lanes(simd, row + r, b)),
+                let scale = match (SCALING, self.groups) {
+                    (BY_GROUP, _) => Some(scales[r].lanes(simd, b)),
+                    (BY_ANY_GROUP, Some(groups)) => Some(groups.lanes(simd, self.row + r, b)),
+                    _ => None,
                 };
                 lanes[r] = add_block::<S, C>(simd, lanes[r], scale, &rows[r][at.clone()], x);
             }
         }
-        for b in whole.end..blocks.end {
+        lanes
+    }
+
+    /// Adds the last blocks of a row, whose bytes do not fill them.
+    #[inline(always)]
+    fn add_ragged<S: Simd, C: Code, const R: usize>(
+        &self,
+        simd: S,
+        lanes: [S::F; R],
+        blocks: Range<usize>,
+    ) -> [S::F; R] {
+        let mut lanes = lanes;
+        for b in blocks {
             let mut padded = [0; 128];
             for r in 0..R {
-                let bytes = block_bytes(rows[r], b, C::BLOCK_BYTES, &mut padded);
-                let scale = match groups {
-                    Some(groups) => Some(groups.lanes(simd, row + r, b)),
+                let row = self.matrix.row(self.row + r);
+                let bytes = block_bytes(row, b, C::BLOCK_BYTES, &mut padded);
+                let scale = match self.groups {
+                    Some(groups) => Some(groups.lanes(simd, self.row + r, b)),
                     None => None,
                 };
-                lanes[r] = add_block::<S, C>(simd, lanes[r], scale, bytes, &x[b]);
+                lanes[r] = add_block::<S, C>(simd, lanes[r], scale, bytes, &self.x[b]);
             }
         }
         lanes
     }
 }
 
-/// Asks for the memory that comes after the bytes `at` of some rows.
+/// Scales belong to rows: they are left to the end.
+const BY_ROW: u8 = 0;
+/// Scales belong to groups of a row whose [`GroupRow`] is known.
+const BY_GROUP: u8 = 1;
+/// Scales belong to any groups.
+const BY_ANY_GROUP: u8 = 2;
+
+/// Asks for the memory that comes after block `b` of some rows.
 #[inline(always)]
-fn ask_ahead<S: Simd, const R: usize>(
+fn ask_ahead<S: Simd, C: Code, const R: usize>(
     simd: S,
     rows: &[&[u8]; R],
-    at: Range<usize>,
+    b: usize,
     ahead: Option<usize>,
 ) {
     match ahead {
         Some(ahead) => {
             for row in rows {
-                for line in at.clone().step_by(64) {
-                    simd.prefetch(row.as_ptr().wrapping_add(line + ahead));
+                let first = row.as_ptr().wrapping_add(b * C::BLOCK_BYTES + ahead);
+                for line in 0..C::BLOCK_BYTES.div_ceil(64) {
+                    simd.prefetch(first.wrapping_add(64 * line));
                 }
             }
         }
         // In the order of memory, whichever rows it belongs to.
         None => {
-            for line in (R * at.start..R * at.end).step_by(64) {
-                simd.prefetch(rows[0].as_ptr().wrapping_add(line + PREFETCH_BYTES));
+            let first = rows[0].as_ptr().wrapping_add(R * b * C::BLOCK_BYTES + PREFETCH_BYTES);
+            for line in 0..(R * C::BLOCK_BYTES).div_ceil(64) {
+                simd.prefetch(first.wrapping_add(64 * line));
             }
         }
     }
