@@ -209,18 +209,19 @@ fn assert_same_bits(got: &[f32], want: &[f32], case: &str) {
     }
 }
 
-/// `[tokens, rows]` for some rows of activations, by the kernel.
+/// `[tokens, rows]` for some rows of activations, by the kernel; `apart` tells whether the rows
+/// are prepared for products of one row each.
 fn product(
     arithmetic: Arithmetic,
     matrix: Encoded<'_>,
     rows: std::ops::Range<usize>,
-    (x, tokens): (&[f32], &[u32]),
+    (x, tokens, apart): (&[f32], &[u32], bool),
     scratch: &mut Scratch,
 ) -> Vec<f32> {
     let cols = matrix.cols;
     let mut activations = Activations::default();
     let row = |t: usize| &x[t * cols..(t + 1) * cols];
-    let forms = Forms::of_rows(x.len() / cols).and(matrix.format);
+    let forms = Forms::of_rows(if apart { 1 } else { x.len() / cols }).and(matrix.format);
     prepare_here(arithmetic, x.len() / cols, cols, forms, row, &mut activations);
     let mut y = vec![f32::NAN; tokens.len() * rows.len()];
     ProductPart { matrix, rows, x: &activations, tokens, y: &mut y, scratch }.run(arithmetic);
@@ -241,12 +242,18 @@ fn check_products(random: &mut Random, seed: u64, [rows, cols]: [usize; 2], coun
         for count in counts {
             let x = &x[..count * cols];
             let all: Vec<u32> = (0..*count as u32).rev().collect();
-            for (tokens, first_row) in [(&all[..], 0), (&all[..1], 0), (&all[..], rows / 2)] {
+            for (tokens, first_row, apart) in [
+                (&all[..], 0, false),
+                (&all[..1], 0, false),
+                (&all[..1], 0, true),
+                (&all[..], rows / 2, false),
+            ] {
+                let inputs = (x, tokens, apart);
                 let rows = first_row..rows;
                 let want: Vec<f32> =
                     tokens.iter().flat_map(|t| &want[*t as usize][rows.clone()]).copied().collect();
                 for arithmetic in available() {
-                    let got = product(arithmetic, matrix, rows.clone(), (x, tokens), &mut scratch);
+                    let got = product(arithmetic, matrix, rows.clone(), inputs, &mut scratch);
                     let (isa, whole) = (arithmetic.isa(), matrix.rows);
                     let shape =
                         format!("{rows:?} of [{whole}, {cols}], tokens {tokens:?} of {count}");
@@ -268,11 +275,15 @@ fn products_of_every_format_and_odd_shape_are_the_restated_sums() {
     }
 }
 
-/// More columns than a square of sums goes through at once, and several tiles of rows.
+/// More columns than a square of sums goes through at once with several tiles of rows; and than
+/// the activations of a single row take turns at (6144), with a block or a part of one behind.
 #[test]
 fn products_of_long_rows_are_the_restated_sums() {
     let (mut random, seed) = Random::new("long products");
     check_products(&mut random, seed, [66, 2200], &[1, 3, 5]);
+    for cols in [6144, 6200, 6272, 12_400] {
+        check_products(&mut random, seed, [11, cols], &[1, 2]);
+    }
 }
 
 #[test]
@@ -476,7 +487,7 @@ fn an_activation_that_is_not_finite_spoils_every_product_with_it() {
                 x[at] = bad;
                 let tokens: Vec<u32> = (0..count as u32).collect();
                 for arithmetic in available() {
-                    let inputs = (&x[..], &tokens[..]);
+                    let inputs = (&x[..], &tokens[..], false);
                     let y = product(arithmetic, stored.encoded(), 0..6, inputs, &mut scratch);
                     let isa = arithmetic.isa();
                     let case =
