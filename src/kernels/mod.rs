@@ -9,15 +9,20 @@
 //!   fused multiply-add in ascending order, the tail padded with zeros; then the lanes are added
 //!   as a tree of 8, 4, 2, 1.
 //! * **Quantized dot**, for weights that are integers: activations are 16-bit integers in blocks
-//!   of 128 ([`activations`]). A block's sum is exact in each of 16 integer lanes, is converted
-//!   to `f32` once and added to its lane by fused multiply-add with the block's scale (times the
-//!   group's scale, rounded first, when the weights have one per group), blocks ascending; then
-//!   the tree; then the row's scale, when there is one per row.
+//!   of 128, with a scale for every lane ([`activations`]). A block's sum is exact in each of 16
+//!   integer lanes, is converted to `f32` once and added to its lane by fused multiply-add with
+//!   the lane's scale (times the group's scale, rounded first, when the weights have one per
+//!   group), blocks ascending; then the tree; then the row's scale, when there is one per row.
 //! * **Transposed product** (absorbing keys into a query): per column, rows ascending, by fused
 //!   multiply-add of the weight's code with (activation · scale, rounded first).
 //! * **Sums over keys and experts**: one fused multiply-add each, ascending.
 //!
-//! Speed comes from several results in flight, never from splitting one differently.
+//! Speed comes from several results in flight, never from splitting one differently: a product
+//! has one order of sums, and `tests/bits.rs` pins what comes of it for every fixture.
+//!
+//! What [`tiles`] and [`attention`] do must be compiled with the instructions it uses. Functions
+//! there are `#[inline(always)]` and take no closures that touch registers: one that is not
+//! inlined calls every single instruction, which costs a factor of twenty and no bit.
 
 // Not `forbid`, which the two instruction-set files could not lift.
 #![deny(unsafe_code)]
