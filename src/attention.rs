@@ -257,7 +257,11 @@ pub fn attend(
     cuts.extend((0..heads).step_by(group).chain([heads]).map(|head| head * rows * v_dim));
     workers.resize_with(compute.pool.threads(), Worker::default);
     workers.iter_mut().for_each(|worker| step.reserve(group, worker));
-    compute.pool.for_each_part(contexts, cuts, workers, |part, out, worker| {
+    // Absorbing and expanding, and scores and sums over the keys, of one head and position.
+    let weights_macs = (config.qk_nope_head_dim + v_dim) * config.kv_lora_rank;
+    let keys = kv.keys_max(config).min(batch.first + rows);
+    let macs = rows * heads * (weights_macs + 2 * keys * config.kv_lora_rank);
+    compute.pool.share(macs, contexts, cuts, workers, |part, out, worker| {
         let first = part * group;
         step.heads([first, (first + group).min(heads)], out, worker);
     });

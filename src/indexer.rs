@@ -159,7 +159,9 @@ pub fn select(
         scratch.cuts.clear();
         scratch.cuts.extend(0..=kept.len());
         let (cuts, workers) = (&scratch.cuts, &mut scratch.workers);
-        compute.pool.for_each_part(kept, cuts, workers, |i, kept, worker| {
+        // To choose among n keys takes about as long as 30 n multiply-adds.
+        let macs = 30 * kept.len() * stride;
+        compute.pool.share(macs, kept, cuts, workers, |i, kept, worker| {
             kept[0].choose(scores(i), config.index_topk, &mut worker.order);
         });
     }
@@ -200,7 +202,8 @@ fn score_keys(
     }
     let arithmetic = compute.arithmetic;
     let scores = fit(scores, turn.len() * stride, 0.0);
-    compute.pool.for_each_part(scores, cuts, workers, |i, scores, worker| {
+    let macs = turn.len() * stride * heads * dim;
+    compute.pool.share(macs, scores, cuts, workers, |i, scores, worker| {
         let (t, first) = (turn.start + i / parts, i % parts * KEYS);
         // Keys behind the row's own position are not there for it.
         let count = scores.len().min((batch.first + t + 1).saturating_sub(first));

@@ -182,12 +182,13 @@ impl Stage {
         parts.clear();
         firsts.clear();
         cuts.clear();
-        let mut floats = 0;
+        let (mut floats, mut macs) = (0, 0);
         cuts.push(0);
         for i in 0..count {
             let Product { matrix, x, tokens } = product(i);
             assert_eq!(matrix.cols, x.cols(), "input features");
             compute.tally.add(&matrix, tokens.len());
+            macs += matrix.rows * matrix.cols * tokens.len();
             firsts.push(parts.len());
             let rows_most = match tokens.len() {
                 1 => (PART_BYTES / matrix.format.row_bytes(matrix.cols)).max(4) / 4 * 4,
@@ -203,7 +204,7 @@ impl Stage {
         firsts.push(parts.len());
         let slab = fit(slab, floats, 0.0);
         let arithmetic = compute.arithmetic;
-        compute.pool.for_each_part(slab, cuts, &mut compute.scratch, |i, y, scratch| {
+        compute.pool.share(macs, slab, cuts, &mut compute.scratch, |i, y, scratch| {
             let Part { product: p, first_row, rows } = parts[i];
             let Product { matrix, x, tokens } = product(p);
             let rows = first_row..first_row + rows;
