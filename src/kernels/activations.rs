@@ -2,9 +2,9 @@
 //!
 //! Eight columns of a block share a lane and a scale, amax / 32767; their integers are
 //! x · (32767 / amax) rounded to the nearest, ties to even: an error of at most about 2⁻¹⁶ of the
-//! largest of the eight, so an outlier costs the other lanes nothing. Eight columns below 1e-34 become zero, so that
-//! 32767 / amax stays finite; with a NaN or an infinity among them the scale is not finite, and
-//! neither is any result that depends on it.
+//! largest of the eight, so an outlier costs the other lanes nothing. Eight columns below 1e-34
+//! become zero, so that 32767 / amax stays finite; with a NaN or an infinity among them the scale
+//! is not finite, and neither is any result that depends on it.
 //!
 //! Integers are stored in the order in which the weights they meet come out of their bytes, see
 //! [`Order`], so that decoding weights takes shifts and masks only.
