@@ -6,6 +6,7 @@ mod common;
 
 use colibri::engine::{Engine, Options};
 use colibri::json::Value;
+use colibri::kernels::Order;
 use colibri::model::Unobserved;
 use colibri::plan::Limit;
 use colibri::quant::{Encoded, Format};
@@ -17,6 +18,8 @@ use std::collections::BTreeSet;
 
 /// What 16-bit activations may move a logit of these small models, against float64 sums.
 const MAX_ABS: f64 = 1e-3;
+/// The same where all weights are floats: sums in float32 are all that rounds.
+const MAX_ABS_FLOATS: f64 = 1e-4;
 /// What the fixtures' generator asks of every router and index cut: no rounding can turn one, so
 /// no choice may differ.
 const CUT_MIN: f64 = 3e-4;
@@ -182,7 +185,10 @@ fn check_fixture(name: &str, residents: &[&str], experts: &[&str]) {
     assert_eq!(got, predicted, "{name}: teacher forcing");
     let (max, rms) = difference(&logits, &read_floats(&dir.join("logits_gold.f32")));
     println!("{name}: max {max:.2e} rms {rms:.2e}");
-    assert!(max <= MAX_ABS, "{name}: max {max:.2e}, rms {rms:.2e}");
+    let all_formats = residents.iter().chain(experts).map(|format| format_named(format));
+    let has_integers = all_formats.into_iter().any(|format| Order::of(format, 1).is_some());
+    let bound = if has_integers { MAX_ABS } else { MAX_ABS_FLOATS };
+    assert!(max <= bound, "{name}: max {max:.2e}, rms {rms:.2e}");
 
     let mut session = engine.session();
     while tokens.len() < full.len() {
