@@ -99,6 +99,8 @@ fn run(args: &Args) -> Result<()> {
     let mut memory = with_limits.then(limits::Memory::new).transpose()?;
     let options = engine.options();
     let mut compute = Compute::new(options.threads, options.isa);
+    // Keeps its context: only the first round has to read it.
+    let mut session = engine.session();
     let mut rounds = Vec::new();
     for i in 0..=course.rounds {
         let mut round = Round::default();
@@ -106,7 +108,7 @@ fn run(args: &Args) -> Result<()> {
             round.read_gbs = memory.read_gbs(&mut compute);
         }
         if course.decode > 0 {
-            round.decode = Some(decode(&engine, &course, &ids)?);
+            round.decode = Some(decode(&engine, &mut session, &course, &ids)?);
         }
         if with_limits {
             round.int16_gmacs = limits::int16_gmacs(&mut compute);
@@ -151,9 +153,13 @@ fn first_shard(dir: &Path) -> Result<std::path::PathBuf> {
 }
 
 /// Decodes token by token behind `depth` tokens of context.
-fn decode(engine: &Engine, course: &Course, ids: &[u32]) -> Result<Measured> {
-    let mut session = engine.session();
-    if course.depth > 0 {
+fn decode(
+    engine: &Engine,
+    session: &mut Session<'_>,
+    course: &Course,
+    ids: &[u32],
+) -> Result<Measured> {
+    if session.tokens().len() < course.depth {
         session.advance(&ids[..course.depth], &mut Unobserved)?;
     }
     engine.take_tally();
