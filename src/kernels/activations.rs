@@ -66,16 +66,16 @@ impl Order {
 pub struct Block {
     /// The integers, see [`Order`].
     pub planes: [[u8; 64]; 4],
-    /// Eight times the sum of the integers of each lane: what an offset of 8 in the weights'
-    /// codes adds to a sum.
-    pub sums8: [i32; LANES],
+    /// −8 times the sum of the integers of each lane: what takes an offset of 8 in the weights'
+    /// codes out of a sum.
+    pub offsets: [i32; LANES],
     /// Value of one unit of each lane.
     pub scales: [f32; LANES],
 }
 
 /// A block of zeros.
 pub const ZERO_BLOCK: Block =
-    Block { planes: [[0; 64]; 4], sums8: [0; LANES], scales: [0.0; LANES] };
+    Block { planes: [[0; 64]; 4], offsets: [0; LANES], scales: [0.0; LANES] };
 
 impl Block {
     /// The integer of one column.
@@ -139,10 +139,10 @@ fn quantize_block(x: &[f32; BLOCK], order: Order, block: &mut Block) {
             integers[w] = rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i16;
         }
     }
-    for (l, sum) in block.sums8.iter_mut().enumerate() {
+    for (l, sum) in block.offsets.iter_mut().enumerate() {
         *sum = 0;
         for p in &integers {
-            *sum += 8 * (p[2 * l] as i32 + p[2 * l + 1] as i32);
+            *sum -= 8 * (p[2 * l] as i32 + p[2 * l + 1] as i32);
         }
     }
     if order == Order::Bytes {
@@ -315,7 +315,7 @@ mod tests {
                 }
                 assert_eq!(integers.iter().map(|i| i.unsigned_abs()).max(), Some(32767));
                 let sum: i32 = integers.iter().map(|i| *i as i32).sum();
-                assert_eq!((integers.len(), blocks[0].sums8[lane]), (8, 8 * sum));
+                assert_eq!((integers.len(), blocks[0].offsets[lane]), (8, -8 * sum));
             }
         }
         let mut x = [0.0; BLOCK];

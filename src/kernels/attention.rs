@@ -117,9 +117,43 @@ impl Kernel for Mix<'_> {
     #[inline(always)]
     fn vector<S: Simd>(self, simd: S) {
         let Mix { weights, stride, keys, range, out, chunks } = self;
-        let weight = |h: usize, i: usize, _: usize| simd.splat(weights[h * stride + i]);
         let row = |i: usize| keys.row(i);
-        mix_rows(simd, row, weight, range, out, chunks);
+        mix_rows(simd, row, &Table { weights, stride }, range, out, chunks);
+    }
+}
+
+/// How much of row i goes into result h. Not a closure: those that touch vectors may be compiled
+/// without the instructions they need.
+trait Weights<S: Simd> {
+    /// The weights of the 16 lanes of any chunk of block `b`.
+    fn lanes(&self, simd: S, h: usize, i: usize, b: usize) -> S::F;
+}
+
+/// One weight a row: `weights[h · stride + i]`.
+struct Table<'a> {
+    weights: &'a [f32],
+    stride: usize,
+}
+
+impl<S: Simd> Weights<S> for Table<'_> {
+    #[inline(always)]
+    fn lanes(&self, simd: S, h: usize, i: usize, _: usize) -> S::F {
+        simd.splat(self.weights[h * self.stride + i])
+    }
+}
+
+/// The same, times the scale `[rows, blocks]` of the row's block.
+struct ScaledTable<'a> {
+    table: Table<'a>,
+    scales: &'a [[f32; LANES]],
+    blocks: usize,
+}
+
+impl<S: Simd> Weights<S> for ScaledTable<'_> {
+    #[inline(always)]
+    fn lanes(&self, simd: S, h: usize, i: usize, b: usize) -> S::F {
+        let weight = self.table.lanes(simd, h, i, b);
+        simd.mul(weight, simd.load(&self.scales[i * self.blocks + b]))
     }
 }
 
@@ -128,7 +162,7 @@ impl Kernel for Mix<'_> {
 fn mix_rows<'a, S: Simd>(
     simd: S,
     row: impl Fn(usize) -> &'a [[f32; LANES]] + Copy,
-    weight: impl Fn(usize, usize, usize) -> S::F + Copy,
+    weights: &impl Weights<S>,
     range: Range<usize>,
     out: &mut [[f32; LANES]],
     chunks: usize,
@@ -143,13 +177,13 @@ fn mix_rows<'a, S: Simd>(
             let wide = if chunks - chunk >= width { width } else { 1 };
             let (at, range) = ([head, chunk], range.clone());
             match (high, wide) {
-                (4, 4) => mix_square::<S, 4, 4>(simd, row, weight, range, out, chunks, at),
-                (4, _) => mix_square::<S, 4, 1>(simd, row, weight, range, out, chunks, at),
-                (2, 2) => mix_square::<S, 2, 2>(simd, row, weight, range, out, chunks, at),
-                (2, _) => mix_square::<S, 2, 1>(simd, row, weight, range, out, chunks, at),
-                (_, 4) => mix_square::<S, 1, 4>(simd, row, weight, range, out, chunks, at),
-                (_, 2) => mix_square::<S, 1, 2>(simd, row, weight, range, out, chunks, at),
-                _ => mix_square::<S, 1, 1>(simd, row, weight, range, out, chunks, at),
+                (4, 4) => mix_square::<S, 4, 4>(simd, row, weights, range, out, chunks, at),
+                (4, _) => mix_square::<S, 4, 1>(simd, row, weights, range, out, chunks, at),
+                (2, 2) => mix_square::<S, 2, 2>(simd, row, weights, range, out, chunks, at),
+                (2, _) => mix_square::<S, 2, 1>(simd, row, weights, range, out, chunks, at),
+                (_, 4) => mix_square::<S, 1, 4>(simd, row, weights, range, out, chunks, at),
+                (_, 2) => mix_square::<S, 1, 2>(simd, row, weights, range, out, chunks, at),
+                _ => mix_square::<S, 1, 1>(simd, row, weights, range, out, chunks, at),
             }
             chunk += wide;
         }
@@ -162,7 +196,7 @@ fn mix_rows<'a, S: Simd>(
 fn mix_square<'a, S: Simd, const H: usize, const C: usize>(
     simd: S,
     row: impl Fn(usize) -> &'a [[f32; LANES]],
-    weight: impl Fn(usize, usize, usize) -> S::F,
+    weights: &impl Weights<S>,
     range: Range<usize>,
     out: &mut [[f32; LANES]],
     chunks: usize,
@@ -182,7 +216,7 @@ fn mix_square<'a, S: Simd, const H: usize, const C: usize>(
             values[c] = simd.load(&row[c]);
         }
         for h in 0..H {
-            let weight = weight(head + h, i, chunk / BLOCK_CHUNKS);
+            let weight = weights.lanes(simd, head + h, i, chunk / BLOCK_CHUNKS);
             for c in 0..C {
                 sums[h][c] = simd.fma(weight, values[c], sums[h][c]);
             }
@@ -251,27 +285,16 @@ impl Kernel for Absorb<'_> {
     }
 }
 
-/// The codes of one block as eight chunks of floats: chunk 2p + h has the halves h of plane p.
-#[inline(always)]
-fn block_floats<S: Simd, C: Code>(simd: S, bytes: &[u8]) -> [S::F; BLOCK_CHUNKS] {
-    let planes = C::planes(simd, bytes);
-    let mut floats = [simd.splat(0.0); BLOCK_CHUNKS];
-    for (p, plane) in planes.into_iter().enumerate() {
-        floats[2 * p] = simd.to_f(simd.sar(simd.shl(plane, 16), 16));
-        floats[2 * p + 1] = simd.to_f(simd.sar(plane, 16));
-    }
-    floats
-}
-
-/// The column within its block of every lane of the chunks of [`block_floats`].
+/// The column within its block of every lane of the chunks of [`Code::floats`].
 const fn columns(order: Order) -> [u8; BLOCK] {
     let mut columns = [0; BLOCK];
     let mut i = 0;
     while i < BLOCK {
         let (chunk, lane) = (i / LANES, i % LANES);
-        let (plane, word) = (chunk / 2, 2 * lane + chunk % 2);
-        let is_natural = matches!(order, Order::Natural);
-        columns[i] = if is_natural { 32 * plane + word } else { 4 * word + plane } as u8;
+        columns[i] = match order {
+            Order::Natural => 32 * (chunk / 2) + 2 * lane + chunk % 2,
+            Order::Planes | Order::Bytes => 8 * lane + chunk,
+        } as u8;
         i += 1;
     }
     columns
@@ -300,7 +323,7 @@ fn absorb<S: Simd, C: Code>(simd: S, part: Absorb<'_>) {
             let bytes = matrix.row(first_row + j);
             for b in 0..blocks {
                 let block = block_bytes(bytes, b, C::BLOCK_BYTES, &mut padded);
-                let codes = block_floats::<S, C>(simd, block);
+                let codes = C::floats(simd, block);
                 let first = j * chunks + b * BLOCK_CHUNKS;
                 for (code, out) in codes.into_iter().zip(&mut floats[first..]) {
                     simd.store(code, out);
@@ -309,11 +332,10 @@ fn absorb<S: Simd, C: Code>(simd: S, part: Absorb<'_>) {
                 simd.store(scale, &mut scales[j * blocks + b]);
             }
         }
-        let weight = |t: usize, j: usize, b: usize| {
-            simd.mul(simd.splat(queries[t * query_stride + j]), simd.load(&scales[j * blocks + b]))
-        };
+        let table = Table { weights: queries, stride: query_stride };
+        let weights = ScaledTable { table, scales, blocks };
         let row = |j: usize| &floats[j * chunks..(j + 1) * chunks];
-        mix_rows(simd, row, weight, 0..nope, sums, chunks);
+        mix_rows(simd, row, &weights, 0..nope, sums, chunks);
     }
     let columns = if C::ORDER == Order::Natural { &NATURAL_COLUMNS } else { &PLANES_COLUMNS };
     for (t, sums) in scratch.sums.chunks_exact(chunks).take(count).enumerate() {
@@ -338,9 +360,8 @@ fn lane_scale<S: Simd>(
     row: usize,
     b: usize,
 ) -> S::F {
-    match groups.map(|groups| (groups, groups.row(row))) {
-        Some((_, Some(scales))) => scales.lanes(simd, b),
-        Some((groups, None)) => groups.lanes(simd, row, b),
+    match groups {
+        Some(groups) => groups.lanes(simd, row, b),
         None => simd.splat(f32_at(matrix.scales, row)),
     }
 }
@@ -358,31 +379,50 @@ fn absorb_one<S: Simd, C: Code>(
     query: &[f32],
     scratch: &mut Scratch,
 ) {
-    let mut padded = [0; 128];
     for (i, query) in query.chunks(ABSORBED_ROWS).enumerate() {
+        let first_row = first_row + ABSORBED_ROWS * i;
         for b in 0..matrix.cols.div_ceil(BLOCK) {
-            let out = &mut scratch.sums[b * BLOCK_CHUNKS..(b + 1) * BLOCK_CHUNKS];
-            let mut sums = [simd.splat(0.0); BLOCK_CHUNKS];
-            for (sum, out) in sums.iter_mut().zip(&*out) {
-                *sum = simd.load(out);
-            }
-            for (j, q) in query.iter().enumerate() {
-                let row = first_row + ABSORBED_ROWS * i + j;
-                let block = block_bytes(matrix.row(row), b, C::BLOCK_BYTES, &mut padded);
-                for line in (0..C::BLOCK_BYTES).step_by(64) {
-                    simd.prefetch(block.as_ptr().wrapping_add(PREFETCH_BYTES + line));
-                }
-                let scale = lane_scale(simd, matrix, groups, row, b);
-                let weight = simd.mul(simd.splat(*q), scale);
-                let codes = block_floats::<S, C>(simd, block);
-                for (sum, code) in sums.iter_mut().zip(codes) {
-                    *sum = simd.fma(weight, code, *sum);
-                }
-            }
-            for (sum, out) in sums.into_iter().zip(out) {
-                simd.store(sum, out);
+            let sums: &mut [_; BLOCK_CHUNKS] =
+                scratch.sums[b * BLOCK_CHUNKS..].first_chunk_mut().expect("sums of every block");
+            // One loop for each, so that neither keeps its sums in memory for the other's sake.
+            match groups {
+                Some(_) => absorb_block::<S, C>(simd, matrix, groups, first_row, query, b, sums),
+                None => absorb_block::<S, C>(simd, matrix, None, first_row, query, b, sums),
             }
         }
+    }
+}
+
+/// Block `b` of some rows.
+#[inline(always)]
+fn absorb_block<S: Simd, C: Code>(
+    simd: S,
+    matrix: &Encoded<'_>,
+    groups: Option<&Groups<'_>>,
+    first_row: usize,
+    query: &[f32],
+    b: usize,
+    out: &mut [[f32; LANES]; BLOCK_CHUNKS],
+) {
+    let mut padded = [0; 128];
+    let mut sums = [simd.splat(0.0); BLOCK_CHUNKS];
+    for (sum, out) in sums.iter_mut().zip(&*out) {
+        *sum = simd.load(out);
+    }
+    for (j, q) in query.iter().enumerate() {
+        let bytes = block_bytes(matrix.row(first_row + j), b, C::BLOCK_BYTES, &mut padded);
+        for line in (0..C::BLOCK_BYTES).step_by(64) {
+            simd.prefetch(bytes.as_ptr().wrapping_add(PREFETCH_BYTES + line));
+        }
+        let scale = lane_scale(simd, matrix, groups, first_row + j, b);
+        let weight = simd.mul(simd.splat(*q), scale);
+        let codes = C::floats(simd, bytes);
+        for (sum, code) in sums.iter_mut().zip(codes) {
+            *sum = simd.fma(weight, code, *sum);
+        }
+    }
+    for (sum, out) in sums.into_iter().zip(out) {
+        simd.store(sum, out);
     }
 }
 
@@ -395,9 +435,9 @@ fn absorb_floats<S: Simd, C: FloatCode>(simd: S, part: Absorb<'_>) {
     decode_floats::<S, C>(simd, &matrix, first_row..first_row + nope, floats);
     let sums = fit(sums, count * chunks, [0.0; LANES]);
     sums.fill([0.0; LANES]);
-    let weight = |t: usize, j: usize, _: usize| simd.splat(queries[t * query_stride + j]);
+    let weights = Table { weights: queries, stride: query_stride };
     let row = |j: usize| &floats[j * chunks..(j + 1) * chunks];
-    mix_rows(simd, row, weight, 0..nope, sums, chunks);
+    mix_rows(simd, row, &weights, 0..nope, sums, chunks);
     for (t, sums) in sums.chunks_exact(chunks).enumerate() {
         let out = &mut out[t * out_stride..][..matrix.cols];
         out.copy_from_slice(&sums.as_flattened()[..out.len()]);

@@ -6,6 +6,7 @@ use super::Kernel;
 use super::scalar::LANES;
 use super::simd::Simd;
 use crate::cpu::Isa;
+use crate::float::f32_at;
 use std::arch::x86_64::*;
 
 /// Proof that this processor has the instructions: only [`Avx2::detect`] makes one.
@@ -113,6 +114,11 @@ impl Simd for Avx2 {
         )
     }
     #[inline(always)]
+    fn splat_pair(self, pair: &[u8; 8]) -> Self::F {
+        let half = |i: usize| f32_at(pair, i);
+        intrinsics!([_mm256_set1_ps(half(0)), _mm256_set1_ps(half(1))])
+    }
+    #[inline(always)]
     fn pick(self, table: &[u8; 32], index: &[u32; LANES]) -> Self::F {
         intrinsics!(
             let table = _mm256_loadu_ps(table.as_ptr().cast());
@@ -210,27 +216,43 @@ impl Simd for Avx2 {
         both!(_mm256_add_epi32, a, b)
     }
     #[inline(always)]
-    fn sub_i(self, a: Self::I, b: Self::I) -> Self::I {
-        both!(_mm256_sub_epi32, a, b)
-    }
-    #[inline(always)]
     fn dot_pairs(self, sum: Self::I, a: Self::I, b: Self::I) -> Self::I {
         let pairs = both!(_mm256_madd_epi16, a, b);
         both!(_mm256_add_epi32, sum, pairs)
     }
     #[inline(always)]
-    fn dot_bytes(self, sum: Self::I, u: [Self::I; 2], s: [Self::I; 2]) -> Self::I {
-        let even = both!(_mm256_maddubs_epi16, u[0], s[0]);
-        let odd = both!(_mm256_maddubs_epi16, u[1], s[1]);
-        let pairs = both!(_mm256_add_epi16, even, odd);
-        let ones = intrinsics!([_mm256_set1_epi16(1); 2]);
-        self.dot_pairs(sum, pairs, ones)
+    fn dot_codes(
+        self,
+        sum: Self::I,
+        codes: [Self::I; 2],
+        upper: [Self::I; 2],
+        lower: [Self::I; 2],
+    ) -> Self::I {
+        // Four products of at most 31 · 255 that share a word fit it.
+        let even = both!(_mm256_maddubs_epi16, codes[0], upper[0]);
+        let odd = both!(_mm256_maddubs_epi16, codes[1], upper[1]);
+        let uppers = both!(_mm256_add_epi16, even, odd);
+        let even = both!(_mm256_maddubs_epi16, lower[0], codes[0]);
+        let odd = both!(_mm256_maddubs_epi16, lower[1], codes[1]);
+        let lowers = both!(_mm256_add_epi16, even, odd);
+        let sum = self.dot_pairs(sum, lowers, intrinsics!([_mm256_set1_epi16(1); 2]));
+        self.dot_pairs(sum, uppers, intrinsics!([_mm256_set1_epi16(256); 2]))
     }
     #[inline(always)]
     fn lookup(self, table: &[u8; 16], index: Self::I) -> Self::I {
         let table =
             intrinsics!([_mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast())); 2]);
         both!(_mm256_shuffle_epi8, table, index)
+    }
+    #[inline(always)]
+    fn nibbles(self, x: Self::I) -> [Self::F; 8] {
+        // With the upper bit flipped, four bits less 8 are four bits with a sign.
+        let x = both!(_mm256_xor_si256, x, self.splat_i(0x8888_8888u32 as i32));
+        let mut values = [self.splat(0.0); 8];
+        for (c, value) in values.iter_mut().enumerate() {
+            *value = self.to_f(self.sar(self.shl(x, 28 - 4 * c as u32), 28));
+        }
+        values
     }
     #[inline(always)]
     fn to_f(self, x: Self::I) -> Self::F {

@@ -53,6 +53,12 @@ unsafe fn multiply_add_words(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512
     sum
 }
 
+/// Four bits less 8.
+const NIBBLES: [f32; LANES] =
+    [-8., -7., -6., -5., -4., -3., -2., -1., 0., 1., 2., 3., 4., 5., 6., 7.];
+/// Two 32-bit lanes that are 1.
+const ONES: i64 = 1 << 32 | 1;
+
 /// Evaluates an intrinsic or several.
 macro_rules! intrinsics {
     ($($body:tt)*) => {
@@ -118,6 +124,13 @@ impl Simd for Avx512 {
             let mut lanes = [0.0; LANES];
             _mm512_storeu_ps(lanes.as_mut_ptr(), by1);
             [lanes[0], lanes[4], lanes[8], lanes[12]]
+        )
+    }
+    #[inline(always)]
+    fn splat_pair(self, pair: &[u8; 8]) -> __m512 {
+        intrinsics!(
+            let pairs = _mm512_castpd_ps(_mm512_set1_pd(f64::from_le_bytes(*pair)));
+            _mm512_permutevar_ps(pairs, _mm512_set_epi64(ONES, ONES, ONES, ONES, 0, 0, 0, 0))
         )
     }
     #[inline(always)]
@@ -200,16 +213,25 @@ impl Simd for Avx512 {
         intrinsics!(_mm512_add_epi32(a, b))
     }
     #[inline(always)]
-    fn sub_i(self, a: __m512i, b: __m512i) -> __m512i {
-        intrinsics!(_mm512_sub_epi32(a, b))
-    }
-    #[inline(always)]
     fn dot_pairs(self, sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
         intrinsics!(multiply_add_words(sum, a, b))
     }
     #[inline(always)]
-    fn dot_bytes(self, sum: __m512i, u: [__m512i; 2], s: [__m512i; 2]) -> __m512i {
-        intrinsics!(_mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, u[0], s[0]), u[1], s[1]))
+    fn dot_codes(
+        self,
+        sum: __m512i,
+        codes: [__m512i; 2],
+        upper: [__m512i; 2],
+        lower: [__m512i; 2],
+    ) -> __m512i {
+        // Two chains, so that neither waits for the other.
+        intrinsics!(
+            let uppers = _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes[0], upper[0]);
+            let uppers = _mm512_dpbusd_epi32(uppers, codes[1], upper[1]);
+            let lowers = _mm512_dpbusd_epi32(sum, lower[0], codes[0]);
+            let lowers = _mm512_dpbusd_epi32(lowers, lower[1], codes[1]);
+            _mm512_add_epi32(_mm512_slli_epi32::<8>(uppers), lowers)
+        )
     }
     #[inline(always)]
     fn lookup(self, table: &[u8; 16], index: __m512i) -> __m512i {
@@ -217,6 +239,13 @@ impl Simd for Avx512 {
             let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
             _mm512_shuffle_epi8(table, index)
         )
+    }
+    #[inline(always)]
+    fn nibbles(self, x: __m512i) -> [__m512; 8] {
+        // Only the lowest four bits of an index count.
+        let value =
+            |c: u32| intrinsics!(_mm512_permutexvar_ps(self.shr(x, 4 * c), self.load(&NIBBLES)));
+        [value(0), value(1), value(2), value(3), value(4), value(5), value(6), value(7)]
     }
     #[inline(always)]
     fn to_f(self, x: __m512i) -> __m512 {

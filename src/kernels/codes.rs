@@ -16,12 +16,19 @@ use crate::quant::{Encoded, Format, INT3_BLOCK, NVFP4_BLOCK};
 
 /// A format of integer weights.
 pub trait Code: Copy {
-    /// Bytes of 128 weights.
-    const BLOCK_BYTES: usize;
+    /// The bytes of 128 weights.
+    type Bytes: AsRef<[u8]>;
+    /// How many they are.
+    const BLOCK_BYTES: usize = size_of::<Self::Bytes>();
     /// The order of activations for several rows of them.
     const ORDER: Order;
+    /// The whole blocks of a row.
+    fn blocks(row: &[u8]) -> &[Self::Bytes];
     /// The integers of `bytes [BLOCK_BYTES]` in that order.
     fn planes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 4];
+    /// The same integers as floats. Lane l of chunk c has, in natural order, column
+    /// 32 · (c / 2) + 2l + c mod 2, and column 8l + c otherwise.
+    fn floats<S: Simd>(simd: S, bytes: &[u8]) -> [S::F; 8];
     /// Sums of the block's lanes with a single row of activations.
     fn sums<S: Simd>(simd: S, bytes: &[u8], x: &Block) -> S::I;
 }
@@ -37,8 +44,13 @@ fn at<const N: usize>(bytes: &[u8], offset: usize) -> &[u8; N] {
 pub struct Int8;
 
 impl Code for Int8 {
-    const BLOCK_BYTES: usize = 128;
+    type Bytes = [u8; 128];
     const ORDER: Order = Order::Natural;
+
+    #[inline(always)]
+    fn blocks(row: &[u8]) -> &[Self::Bytes] {
+        row.as_chunks().0
+    }
 
     // Written out, as everywhere below: a closure might not be compiled for the instruction set.
     #[inline(always)]
@@ -49,6 +61,16 @@ impl Code for Int8 {
             simd.widen_i8(at(bytes, 64)),
             simd.widen_i8(at(bytes, 96)),
         ]
+    }
+
+    #[inline(always)]
+    fn floats<S: Simd>(simd: S, bytes: &[u8]) -> [S::F; 8] {
+        let mut floats = [simd.splat(0.0); 8];
+        for (p, plane) in Self::planes(simd, bytes).into_iter().enumerate() {
+            floats[2 * p] = simd.to_f(simd.sar(simd.shl(plane, 16), 16));
+            floats[2 * p + 1] = simd.to_f(simd.sar(plane, 16));
+        }
+        floats
     }
 
     #[inline(always)]
@@ -63,17 +85,36 @@ impl Code for Int8 {
 
 /// A format whose codes are below 32 and stored above the weights' integers by an offset.
 pub trait Packed: Copy {
-    /// Bytes of 128 weights.
-    const PACKED_BYTES: usize;
+    /// The bytes of 128 weights.
+    type Bytes: AsRef<[u8]>;
     /// What a code is above its weight's integer; a multiple of 2 and at most 12.
     const OFFSET: i32;
+    /// The whole blocks of a row.
+    fn blocks(row: &[u8]) -> &[Self::Bytes];
     /// The codes of even columns and of odd columns.
     fn codes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 2];
+    /// The weights' integers as floats, see [`Code::floats`].
+    #[inline(always)]
+    fn floats<S: Simd>(simd: S, bytes: &[u8]) -> [S::F; 8] {
+        let mut floats = [simd.splat(0.0); 8];
+        for (parity, codes) in Self::codes(simd, bytes).into_iter().enumerate() {
+            for i in 0..4 {
+                let code = simd.and(simd.shr(codes, 8 * i as u32), simd.splat_i(0x1f));
+                floats[2 * i + parity] = simd.to_f(simd.add_i(code, simd.splat_i(-Self::OFFSET)));
+            }
+        }
+        floats
+    }
 }
 
 impl<P: Packed> Code for P {
-    const BLOCK_BYTES: usize = P::PACKED_BYTES;
+    type Bytes = P::Bytes;
     const ORDER: Order = Order::Planes;
+
+    #[inline(always)]
+    fn blocks(row: &[u8]) -> &[Self::Bytes] {
+        P::blocks(row)
+    }
 
     #[inline(always)]
     fn planes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 4] {
@@ -89,21 +130,25 @@ impl<P: Packed> Code for P {
     }
 
     #[inline(always)]
+    fn floats<S: Simd>(simd: S, bytes: &[u8]) -> [S::F; 8] {
+        P::floats(simd, bytes)
+    }
+
+    #[inline(always)]
     fn sums<S: Simd>(simd: S, bytes: &[u8], x: &Block) -> S::I {
         let codes = P::codes(simd, bytes);
         let [upper_even, upper_odd, lower_even, lower_odd] = &x.planes;
         let upper = [simd.load_bytes(upper_even), simd.load_bytes(upper_odd)];
         let lower = [simd.load_bytes(lower_even), simd.load_bytes(lower_odd)];
-        let sums = simd.shl(simd.dot_bytes(simd.splat_i(0), codes, upper), 8);
-        let sums8 = simd.load_i(&x.sums8);
-        // OFFSET · Σx from 8 · Σx, by exact shifts.
-        let offset = match P::OFFSET {
-            8 => sums8,
-            4 => simd.sar(sums8, 1),
-            2 => simd.sar(sums8, 2),
-            _ => simd.add_i(sums8, simd.sar(sums8, 1)),
+        let offsets = simd.load_i(&x.offsets);
+        // −OFFSET · Σx from −8 · Σx, by exact shifts.
+        let offsets = match P::OFFSET {
+            8 => offsets,
+            4 => simd.sar(offsets, 1),
+            2 => simd.sar(offsets, 2),
+            _ => simd.add_i(offsets, simd.sar(offsets, 1)),
         };
-        simd.dot_bytes(simd.sub_i(sums, offset), lower, codes)
+        simd.dot_codes(offsets, codes, upper, lower)
     }
 }
 
@@ -112,12 +157,20 @@ impl<P: Packed> Code for P {
 pub struct Int4;
 
 impl Packed for Int4 {
-    const PACKED_BYTES: usize = 64;
+    type Bytes = [u8; 64];
     const OFFSET: i32 = 8;
+    #[inline(always)]
+    fn blocks(row: &[u8]) -> &[Self::Bytes] {
+        row.as_chunks().0
+    }
     #[inline(always)]
     fn codes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 2] {
         let (bytes, mask) = (simd.load_bytes(at(bytes, 0)), simd.splat_i(0x0f0f_0f0f));
         [simd.and(bytes, mask), simd.and(simd.shr(bytes, 4), mask)]
+    }
+    #[inline(always)]
+    fn floats<S: Simd>(simd: S, bytes: &[u8]) -> [S::F; 8] {
+        simd.nibbles(simd.load_bytes(at(bytes, 0)))
     }
 }
 
@@ -134,8 +187,12 @@ fn spread<S: Simd>(simd: S, low: &[u8; 16], high: &[u8; 16]) -> S::I {
 pub struct Int2;
 
 impl Packed for Int2 {
-    const PACKED_BYTES: usize = 32;
+    type Bytes = [u8; 32];
     const OFFSET: i32 = 2;
+    #[inline(always)]
+    fn blocks(row: &[u8]) -> &[Self::Bytes] {
+        row.as_chunks().0
+    }
     #[inline(always)]
     fn codes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 2] {
         let (pairs, mask) = (spread(simd, at(bytes, 0), at(bytes, 16)), simd.splat_i(0x0303_0303));
@@ -148,8 +205,12 @@ impl Packed for Int2 {
 pub struct Int3;
 
 impl Packed for Int3 {
-    const PACKED_BYTES: usize = 48;
+    type Bytes = [u8; 48];
     const OFFSET: i32 = 4;
+    #[inline(always)]
+    fn blocks(row: &[u8]) -> &[Self::Bytes] {
+        row.as_chunks().0
+    }
     #[inline(always)]
     fn codes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 2] {
         let (pairs, low) = (spread(simd, at(bytes, 0), at(bytes, 24)), simd.splat_i(0x0303_0303));
@@ -174,8 +235,12 @@ pub struct Nvfp4;
 const E2M1_CODES: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
 
 impl Packed for Nvfp4 {
-    const PACKED_BYTES: usize = 64;
+    type Bytes = [u8; 64];
     const OFFSET: i32 = 12;
+    #[inline(always)]
+    fn blocks(row: &[u8]) -> &[Self::Bytes] {
+        row.as_chunks().0
+    }
     #[inline(always)]
     fn codes<S: Simd>(simd: S, bytes: &[u8]) -> [S::I; 2] {
         let [even, odd] = Int4::codes(simd, bytes);
@@ -191,10 +256,7 @@ pub struct Groups<'a> {
     factor: f32,
     /// Columns of a group; a multiple of 8.
     columns: usize,
-    /// Its logarithm, when it is a power of two.
-    log2: Option<u32>,
-    /// Columns and groups of a row.
-    cols: usize,
+    /// Groups of a row.
     per_row: usize,
     /// Which of the block's scales each lane has, for blocks b = 0, 1, 2 modulo 3; all the same
     /// for powers of two. 48, 96 and 192 repeat with every third block.
@@ -220,8 +282,6 @@ impl<'a> Groups<'a> {
             is_e4m3: matrix.format == Format::Nvfp4,
             factor: matrix.scalar * 0.5,
             columns,
-            log2: columns.is_power_of_two().then(|| columns.ilog2()),
-            cols: matrix.cols,
             per_row: matrix.cols.div_ceil(columns),
             index,
         })
@@ -230,18 +290,26 @@ impl<'a> Groups<'a> {
     /// The scales of `block` of `row`, one per lane.
     #[inline(always)]
     pub fn lanes<S: Simd>(&self, simd: S, row: usize, block: usize) -> S::F {
-        simd.pick(&self.table(row, block), &self.index[block % 3])
+        let first = row * self.per_row + BLOCK * block / self.columns;
+        let table = match self.is_e4m3 {
+            false => self.scales[4 * first..].first_chunk(),
+            true => None,
+        };
+        // Behind the row's end come another row's, of which no column is in this block.
+        let table = match table {
+            Some(table) => table,
+            None => &self.table(row, block),
+        };
+        simd.pick(table, &self.index[block % 3])
     }
 
-    /// The scales of `row` for [`GroupRow::lanes`], which is faster. `None` unless they are `f32`,
-    /// their groups a power of two, the row whole blocks, and more scales follow behind it.
+    /// The scales of `row` as pairs, one for each half of a block, when that is what they are.
     #[inline(always)]
-    pub fn row(&self, row: usize) -> Option<GroupRow<'_>> {
-        let log2 = self.log2.filter(|_| !self.is_e4m3 && self.cols.is_multiple_of(BLOCK))?;
-        let bytes = &self.scales[4 * row * self.per_row..];
-        let index = &self.index[0];
-        let row_bytes = 4 * self.per_row;
-        (bytes.len() >= row_bytes + 32).then_some(GroupRow { bytes, row_bytes, log2, index })
+    pub fn pairs(&self, row: usize) -> Option<&'a [[u8; 8]]> {
+        if self.is_e4m3 || self.columns != BLOCK / 2 {
+            return None;
+        }
+        Some(self.scales[4 * row * self.per_row..4 * (row + 1) * self.per_row].as_chunks().0)
     }
 
     /// Scales from the first of `block` on; 0 behind the row's end, where lanes have no column.
@@ -260,37 +328,6 @@ impl<'a> Groups<'a> {
             *bytes = scale.to_le_bytes();
         }
         table
-    }
-}
-
-/// Scales of one row, see [`Groups::row`].
-#[derive(Clone, Copy)]
-pub struct GroupRow<'a> {
-    /// This row's and what follows.
-    bytes: &'a [u8],
-    row_bytes: usize,
-    log2: u32,
-    index: &'a [u32; LANES],
-}
-
-impl GroupRow<'_> {
-    /// No scales at all.
-    pub const NONE: GroupRow<'static> =
-        GroupRow { bytes: &[], row_bytes: 0, log2: 0, index: &[0; LANES] };
-
-    /// The scales of `block`, one per lane.
-    #[inline(always)]
-    pub fn lanes<S: Simd>(&self, simd: S, block: usize) -> S::F {
-        simd.pick(at(self.bytes, 4 * ((BLOCK * block) >> self.log2)), self.index)
-    }
-
-    /// Asks for as many scales further on: 2 KiB of them belong to 16 KiB of weights in groups
-    /// of 64.
-    #[inline(always)]
-    pub fn prefetch<S: Simd>(&self, simd: S) {
-        for line in (0..self.row_bytes).step_by(64) {
-            simd.prefetch(self.bytes.as_ptr().wrapping_add(2048 + line));
-        }
     }
 }
 

@@ -41,6 +41,8 @@ pub trait Simd: Copy {
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// The tree of 8, 4, 2, 1 of four registers.
     fn lane_sums(self, x: [Self::F; 4]) -> [f32; 4];
+    /// The first of two little-endian floats in lanes 0 … 7, the second in the others.
+    fn splat_pair(self, pair: &[u8; 8]) -> Self::F;
     /// Lane l is float `index[l]` of the eight in `table`, little-endian and of any alignment.
     fn pick(self, table: &[u8; 32], index: &[u32; LANES]) -> Self::F;
     /// 16 IEEE halves as floats.
@@ -76,15 +78,21 @@ pub trait Simd: Copy {
     fn sub_w(self, a: Self::I, b: Self::I) -> Self::I;
     /// 32-bit lanes: a + b.
     fn add_i(self, a: Self::I, b: Self::I) -> Self::I;
-    /// 32-bit lanes: a − b.
-    fn sub_i(self, a: Self::I, b: Self::I) -> Self::I;
     /// sum + a[2l]·b[2l] + a[2l+1]·b[2l+1] of the 16-bit lanes, in each 32-bit lane l.
     fn dot_pairs(self, sum: Self::I, a: Self::I, b: Self::I) -> Self::I;
-    /// sum + Σ over four bytes and both registers of unsigned · signed, in each 32-bit lane. Four
-    /// products that share a pair of neighbouring bytes must fit 16 bits.
-    fn dot_bytes(self, sum: Self::I, unsigned: [Self::I; 2], signed: [Self::I; 2]) -> Self::I;
+    /// sum + Σ over four bytes and both registers of code · (256 · upper + lower), in each 32-bit
+    /// lane. Codes are below 32, upper bytes are signed and lower bytes unsigned.
+    fn dot_codes(
+        self,
+        sum: Self::I,
+        codes: [Self::I; 2],
+        upper: [Self::I; 2],
+        lower: [Self::I; 2],
+    ) -> Self::I;
     /// Each byte of `index` below 16 becomes `table[byte]`; bytes of 128 and above become 0.
     fn lookup(self, table: &[u8; 16], index: Self::I) -> Self::I;
+    /// Bits 4c … 4c + 3 of each 32-bit lane, less 8, as float c.
+    fn nibbles(self, x: Self::I) -> [Self::F; 8];
     /// 32-bit lanes to floats, rounded to the nearest.
     fn to_f(self, x: Self::I) -> Self::F;
     /// The bits of 32-bit lanes as floats.

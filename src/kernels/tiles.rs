@@ -9,9 +9,7 @@
 #![forbid(unsafe_code)]
 
 use super::activations::{Activations, BLOCK, Block, Order};
-use super::codes::{
-    Bf16, Code, F16, F32, FloatCode, Fp8, GroupRow, Groups, Int2, Int3, Int4, Int8, Nvfp4,
-};
+use super::codes::{Bf16, Code, F16, F32, FloatCode, Fp8, Groups, Int2, Int3, Int4, Int8, Nvfp4};
 use super::scalar::{self, LANES};
 use super::simd::Simd;
 use super::{Arithmetic, Kernel, fit, reserve};
@@ -22,6 +20,8 @@ use std::ops::Range;
 /// How far ahead of its use weight memory is asked for: at 16 GB/s a core, about 750 ns. Measured:
 /// 4 KiB reach 0.86 of the streaming limit, 12 KiB 0.94.
 pub(super) const PREFETCH_BYTES: usize = 12 << 10;
+/// The same for scales, of which 2 KiB belong to 16 KiB of nibbles in groups of 64.
+const PAIRS_AHEAD_BYTES: usize = 2 << 10;
 /// Weight rows that take turns when a row of activations does not fit the first cache level.
 const GROUP_ROWS: usize = 8;
 /// Blocks of activations that do: 18 KiB.
@@ -146,6 +146,12 @@ fn quantized<S: Simd, C: Code, const GROUPED: bool>(simd: S, part: ProductPart<'
         && let Some((x, Order::Natural | Order::Bytes)) =
             x.blocks_for(matrix.format, *token as usize)
     {
+        if !GROUPED {
+            // They are far from the weights, and each line would be waited for.
+            for line in matrix.scales[4 * rows.start..4 * rows.end].chunks(64) {
+                simd.prefetch(line.as_ptr());
+            }
+        }
         for first in rows.clone().step_by(GROUP_ROWS) {
             let count = (rows.end - first).min(GROUP_ROWS);
             let lanes = row_lanes::<S, C>(simd, &matrix, groups.as_ref(), [first, count], x);
@@ -220,7 +226,6 @@ fn row_lanes<S: Simd, C: Code>(
     x: &[Block],
 ) -> [S::F; GROUP_ROWS] {
     let mut lanes = [simd.splat(0.0); GROUP_ROWS];
-    let height = if S::WIDE { 2 } else { 1 };
     for start in (0..x.len()).step_by(RESIDENT_BLOCKS) {
         let blocks = start..(start + RESIDENT_BLOCKS).min(x.len());
         let ahead = (x.len() > RESIDENT_BLOCKS).then(|| match blocks.end == x.len() {
@@ -231,7 +236,7 @@ fn row_lanes<S: Simd, C: Code>(
         while i < count {
             let row = first + i;
             let part = RowPart { matrix, groups, row, blocks: blocks.clone(), ahead, x };
-            if count - i >= height && height == 2 {
+            if S::WIDE && count - i >= 2 {
                 let pair = part.add::<S, C, 2>(simd, [lanes[i], lanes[i + 1]]);
                 [lanes[i], lanes[i + 1]] = pair;
                 i += 2;
@@ -260,23 +265,11 @@ impl RowPart<'_> {
     #[inline(always)]
     fn add<S: Simd, C: Code, const R: usize>(&self, simd: S, lanes: [S::F; R]) -> [S::F; R] {
         let whole = self.blocks.start..self.blocks.end.min(self.matrix.cols / BLOCK);
-        let mut scales = [GroupRow::NONE; R];
-        let mut found = 0;
-        for (r, scales) in scales.iter_mut().enumerate() {
-            if let Some(row) = self.groups.and_then(|groups| groups.row(self.row + r)) {
-                (*scales, found) = (row, found + 1);
-            }
-        }
         // One loop for each, so that none keeps its sums in memory for the sake of another.
-        let lanes = match self.groups {
-            None => self.add_blocks::<S, C, R, BY_ROW>(simd, lanes, whole.clone(), &scales),
-            Some(_) if found == R => {
-                if whole.start == 0 {
-                    scales.iter().for_each(|scales| scales.prefetch(simd));
-                }
-                self.add_blocks::<S, C, R, BY_GROUP>(simd, lanes, whole.clone(), &scales)
-            }
-            _ => self.add_blocks::<S, C, R, BY_ANY_GROUP>(simd, lanes, whole.clone(), &scales),
+        let lanes = match self.groups.map(|groups| groups.pairs(self.row).is_some()) {
+            None => self.add_blocks::<S, C, R, BY_ROW>(simd, lanes, whole.clone()),
+            Some(true) => self.add_blocks::<S, C, R, BY_PAIR>(simd, lanes, whole.clone()),
+            Some(false) => self.add_blocks::<S, C, R, BY_GROUP>(simd, lanes, whole.clone()),
         };
         self.add_ragged::<S, C, R>(simd, lanes, whole.end..self.blocks.end)
     }
@@ -288,23 +281,45 @@ impl RowPart<'_> {
         simd: S,
         lanes: [S::F; R],
         blocks: Range<usize>,
-        scales: &[GroupRow<'_>; R],
     ) -> [S::F; R] {
-        let mut lanes = lanes;
-        let mut rows = [&[][..]; R];
-        for (r, bytes) in rows.iter_mut().enumerate() {
-            *bytes = self.matrix.row(self.row + r);
+        let (mut lanes, x) = (lanes, &self.x[blocks.clone()]);
+        let (mut rows, mut pairs) = ([&[][..]; R], [&[][..]; R]);
+        // Memory is asked for in its own order, whichever rows it belongs to, or in the rows'.
+        let mut ahead = [std::ptr::null::<u8>(); R];
+        let step = if self.ahead.is_some() { C::BLOCK_BYTES } else { R * C::BLOCK_BYTES };
+        for r in 0..R {
+            let bytes = &self.matrix.row(self.row + r)[blocks.start * C::BLOCK_BYTES..];
+            rows[r] = &C::blocks(bytes)[..x.len()];
+            ahead[r] = match self.ahead {
+                Some(ahead) => bytes.as_ptr().wrapping_add(ahead),
+                None if r == 0 => bytes.as_ptr().wrapping_add(PREFETCH_BYTES),
+                None => ahead[r - 1].wrapping_add(C::BLOCK_BYTES),
+            };
+            if SCALING == BY_PAIR {
+                let row = self.groups.and_then(|groups| groups.pairs(self.row + r));
+                let row = row.expect("rows of a matrix are alike");
+                pairs[r] = &row[blocks.start..][..x.len()];
+                for line in row.chunks(8).filter(|_| blocks.start == 0) {
+                    simd.prefetch(line.as_ptr().cast::<u8>().wrapping_add(PAIRS_AHEAD_BYTES));
+                }
+            }
         }
-        for (b, x) in blocks.clone().zip(&self.x[blocks]) {
-            let at = b * C::BLOCK_BYTES..(b + 1) * C::BLOCK_BYTES;
-            ask_ahead::<S, C, R>(simd, &rows, b, self.ahead);
+        for (b, x) in x.iter().enumerate() {
+            for ahead in &mut ahead {
+                for line in 0..C::BLOCK_BYTES.div_ceil(64) {
+                    simd.prefetch(ahead.wrapping_add(64 * line));
+                }
+                *ahead = ahead.wrapping_add(step);
+            }
             for r in 0..R {
                 let scale = match (SCALING, self.groups) {
-                    (BY_GROUP, _) => Some(scales[r].lanes(simd, b)),
-                    (BY_ANY_GROUP, Some(groups)) => Some(groups.lanes(simd, self.row + r, b)),
+                    (BY_PAIR, _) => Some(simd.splat_pair(&pairs[r][b])),
+                    (BY_GROUP, Some(groups)) => {
+                        Some(groups.lanes(simd, self.row + r, blocks.start + b))
+                    }
                     _ => None,
                 };
-                lanes[r] = add_block::<S, C>(simd, lanes[r], scale, &rows[r][at.clone()], x);
+                lanes[r] = add_block::<S, C>(simd, lanes[r], scale, rows[r][b].as_ref(), x);
             }
         }
         lanes
@@ -337,37 +352,10 @@ impl RowPart<'_> {
 
 /// Scales belong to rows: they are left to the end.
 const BY_ROW: u8 = 0;
-/// Scales belong to groups of a row whose [`GroupRow`] is known.
-const BY_GROUP: u8 = 1;
-/// Scales belong to any groups.
-const BY_ANY_GROUP: u8 = 2;
-
-/// Asks for the memory that comes after block `b` of some rows.
-#[inline(always)]
-fn ask_ahead<S: Simd, C: Code, const R: usize>(
-    simd: S,
-    rows: &[&[u8]; R],
-    b: usize,
-    ahead: Option<usize>,
-) {
-    match ahead {
-        Some(ahead) => {
-            for row in rows {
-                let first = row.as_ptr().wrapping_add(b * C::BLOCK_BYTES + ahead);
-                for line in 0..C::BLOCK_BYTES.div_ceil(64) {
-                    simd.prefetch(first.wrapping_add(64 * line));
-                }
-            }
-        }
-        // In the order of memory, whichever rows it belongs to.
-        None => {
-            let first = rows[0].as_ptr().wrapping_add(R * b * C::BLOCK_BYTES + PREFETCH_BYTES);
-            for line in 0..(R * C::BLOCK_BYTES).div_ceil(64) {
-                simd.prefetch(first.wrapping_add(64 * line));
-            }
-        }
-    }
-}
+/// Each half of a block has its scale, see [`Groups::pairs`].
+const BY_PAIR: u8 = 1;
+/// Scales belong to groups of any other size.
+const BY_GROUP: u8 = 2;
 
 /// Adds one block of one row, with its groups' scales if it has any, to its lanes.
 #[inline(always)]
