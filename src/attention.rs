@@ -336,6 +336,7 @@ impl Attending<'_> {
                 queries,
                 query_stride: query_dim,
                 nope,
+                skipped_rows: c.v_head_dim,
                 out: &mut absorbed[i * width..],
                 out_stride: group * width,
                 count,

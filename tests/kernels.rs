@@ -322,6 +322,7 @@ fn absorbed_queries_are_sums_over_rows_ascending() {
                     queries,
                     query_stride,
                     nope,
+                    skipped_rows: 5,
                     out: &mut out,
                     out_stride,
                     count,

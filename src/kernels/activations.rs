@@ -67,7 +67,7 @@ pub struct Block {
     /// The integers, see [`Order`].
     pub planes: [[u8; 64]; 4],
     /// −8 times the sum of the integers of each lane: what takes an offset of 8 in the weights'
-    /// codes out of a sum.
+    /// codes out of a sum. Not used in natural order.
     pub offsets: [i32; LANES],
     /// Value of one unit of each lane.
     pub scales: [f32; LANES],
@@ -108,59 +108,87 @@ pub fn quantize_row(x: &[f32], order: Order, blocks: &mut [Block]) {
     }
 }
 
+// Every loop goes through columns in order, whatever the order of storage: loops that jump become
+// gathers, which take several times as long.
 #[inline(always)]
 fn quantize_block(x: &[f32; BLOCK], order: Order, block: &mut Block) {
-    // Lane l of a plane of 32 has the elements 2l and 2l + 1.
-    let mut planes = [[0.0f32; 32]; 4];
-    for (p, plane) in planes.iter_mut().enumerate() {
-        for (w, value) in plane.iter_mut().enumerate() {
-            *value = if order == Order::Natural { x[32 * p + w] } else { x[4 * w + p] };
-        }
-    }
     // As integers, magnitudes order like the floats and a NaN is above all: none is overlooked.
     let magnitude = |x: f32| x.to_bits() & 0x7fff_ffff;
-    let mut inverses = [0.0; LANES];
-    for l in 0..LANES {
-        let mut amax = 0;
-        for p in &planes {
-            amax = amax.max(magnitude(p[2 * l])).max(magnitude(p[2 * l + 1]));
-        }
-        let amax = f32::from_bits(amax);
-        let is_zero = amax < AMAX_MIN;
-        inverses[l] = if is_zero { 0.0 } else { 32767.0 / amax };
-        block.scales[l] = if is_zero { 0.0 } else { amax / 32767.0 };
-    }
-    let mut integers = [[0i16; 32]; 4];
-    for (integers, x) in integers.iter_mut().zip(&planes) {
-        for w in 0..32 {
-            // Adding and subtracting 1.5·2²³ rounds to the nearest integer, ties to even; it is
-            // exact for magnitudes up to 2²². Only lanes that are not finite are ever clamped.
-            let rounded = (x[w] * inverses[w / 2]).clamp(-32767.0, 32767.0) + ROUND;
-            integers[w] = rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i16;
-        }
-    }
-    for (l, sum) in block.offsets.iter_mut().enumerate() {
-        *sum = 0;
-        for p in &integers {
-            *sum -= 8 * (p[2 * l] as i32 + p[2 * l + 1] as i32);
-        }
-    }
-    if order == Order::Bytes {
-        // Column 2i + parity is element i / 2 of plane 2 · (i mod 2) + parity.
-        for parity in 0..2 {
-            for w in 0..32 {
-                let [a, b] = [integers[parity][w], integers[2 + parity][w]];
-                block.planes[parity][2 * w] = (a >> 8) as u8;
-                block.planes[parity][2 * w + 1] = (b >> 8) as u8;
-                block.planes[2 + parity][2 * w] = a as u8;
-                block.planes[2 + parity][2 * w + 1] = b as u8;
+    let mut amax = [0; LANES];
+    if order == Order::Natural {
+        for plane in x.as_chunks::<32>().0 {
+            for (amax, [a, b]) in amax.iter_mut().zip(plane.as_chunks::<2>().0) {
+                *amax = magnitude(*a).max(magnitude(*b)).max(*amax);
             }
         }
-        return;
+    } else {
+        for (amax, x) in amax.iter_mut().zip(x.as_chunks::<8>().0) {
+            *amax = x.iter().fold(0, |amax, x| magnitude(*x).max(amax));
+        }
     }
-    for (plane, integers) in block.planes.iter_mut().zip(&integers) {
-        for (w, integer) in integers.iter().enumerate() {
-            [plane[2 * w], plane[2 * w + 1]] = integer.to_le_bytes();
+    let mut inverses = [0.0; LANES];
+    for l in 0..LANES {
+        // Divided whether it is needed or not: a division that may not happen is done alone.
+        let amax = f32::from_bits(amax[l]);
+        let (inverse, scale) = (32767.0 / amax, amax / 32767.0);
+        inverses[l] = if amax < AMAX_MIN { 0.0 } else { inverse };
+        block.scales[l] = if amax < AMAX_MIN { 0.0 } else { scale };
+    }
+    let mut by_column = [0.0; BLOCK];
+    if order == Order::Natural {
+        let (first, rest) = by_column.split_first_chunk_mut::<32>().expect("128 columns");
+        for (pair, inverse) in first.as_chunks_mut::<2>().0.iter_mut().zip(&inverses) {
+            *pair = [*inverse; 2];
+        }
+        rest.as_chunks_mut::<32>().0.iter_mut().for_each(|plane| *plane = *first);
+    } else {
+        for (eight, inverse) in by_column.as_chunks_mut::<8>().0.iter_mut().zip(&inverses) {
+            *eight = [*inverse; 8];
+        }
+    }
+    let mut integers = [0i16; BLOCK];
+    for ((integer, x), inverse) in integers.iter_mut().zip(x).zip(&by_column) {
+        // Adding and subtracting 1.5·2²³ rounds to the nearest integer, ties to even; it is
+        // exact for magnitudes up to 2²². Only lanes that are not finite are ever clamped.
+        let rounded = (x * inverse).clamp(-32767.0, 32767.0) + ROUND;
+        *integer = rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i16;
+    }
+    block.store(&integers, order);
+}
+
+impl Block {
+    /// Puts the integers of all columns in their places.
+    #[inline(always)]
+    fn store(&mut self, integers: &[i16; BLOCK], order: Order) {
+        let word = |integer: i16| integer as u16 as u64;
+        match order {
+            Order::Natural => {
+                for (plane, integers) in self.planes.iter_mut().zip(integers.as_chunks::<32>().0) {
+                    let words = plane.as_chunks_mut::<2>().0.iter_mut();
+                    words.zip(integers).for_each(|(word, i)| *word = i.to_le_bytes());
+                }
+                return;
+            }
+            Order::Planes => {
+                for (w, [a, b, c, d]) in integers.as_chunks::<4>().0.iter().enumerate() {
+                    let four = word(*a) | word(*b) << 16 | word(*c) << 32 | word(*d) << 48;
+                    for (p, plane) in self.planes.iter_mut().enumerate() {
+                        let word = (four >> (16 * p)) as u16;
+                        [plane[2 * w], plane[2 * w + 1]] = word.to_le_bytes();
+                    }
+                }
+            }
+            Order::Bytes => {
+                for (i, [even, odd]) in integers.as_chunks::<2>().0.iter().enumerate() {
+                    self.planes[0][i] = (even >> 8) as u8;
+                    self.planes[1][i] = (odd >> 8) as u8;
+                    self.planes[2][i] = *even as u8;
+                    self.planes[3][i] = *odd as u8;
+                }
+            }
+        }
+        for (offset, eight) in self.offsets.iter_mut().zip(integers.as_chunks::<8>().0) {
+            *offset = -8 * eight.iter().map(|i| *i as i32).sum::<i32>();
         }
     }
 }
@@ -315,7 +343,9 @@ mod tests {
                 }
                 assert_eq!(integers.iter().map(|i| i.unsigned_abs()).max(), Some(32767));
                 let sum: i32 = integers.iter().map(|i| *i as i32).sum();
-                assert_eq!((integers.len(), blocks[0].offsets[lane]), (8, -8 * sum));
+                assert_eq!(integers.len(), 8);
+                let offset = if order == Order::Natural { 0 } else { -8 * sum };
+                assert_eq!(blocks[0].offsets[lane], offset);
             }
         }
         let mut x = [0.0; BLOCK];

@@ -9,7 +9,10 @@ use super::activations::{BLOCK, Order};
 use super::codes::{Bf16, Code, F16, F32, FloatCode, Fp8, Groups, Int2, Int3, Int4, Int8, Nvfp4};
 use super::scalar::{self, LANES};
 use super::simd::Simd;
-use super::tiles::{FloatDots, PREFETCH_BYTES, Scratch, block_bytes, decode_floats, squares};
+use super::tiles::{
+    BY_GROUP, BY_PAIR, BY_ROW, FloatDots, PREFETCH_BYTES, Scratch, block_bytes, decode_floats,
+    squares,
+};
 use super::{Arithmetic, Kernel, fit};
 use crate::float::f32_at;
 use crate::quant::{Encoded, Format};
@@ -241,6 +244,8 @@ pub struct Absorb<'a> {
     pub query_stride: usize,
     /// Rows of K, and width of a query.
     pub nope: usize,
+    /// Rows between the end of K and that of the head whose turn is next.
+    pub skipped_rows: usize,
     /// Result t is `out[t · out_stride..][..cols]`
     pub out: &'a mut [f32],
     /// Floats from one result to the next.
@@ -304,39 +309,18 @@ const NATURAL_COLUMNS: [u8; BLOCK] = columns(Order::Natural);
 const PLANES_COLUMNS: [u8; BLOCK] = columns(Order::Planes);
 
 #[inline(always)]
-fn absorb<S: Simd, C: Code>(simd: S, part: Absorb<'_>) {
-    let Absorb { matrix, first_row, queries, query_stride, nope, out, out_stride, count, scratch } =
-        part;
-    let groups = Groups::of(&matrix);
-    let blocks = matrix.cols.div_ceil(BLOCK);
-    let chunks = blocks * BLOCK_CHUNKS;
-    fit(&mut scratch.sums, count * chunks, [0.0; LANES]).fill([0.0; LANES]);
-    if count == 1 {
-        absorb_one::<S, C>(simd, &matrix, groups.as_ref(), first_row, &queries[..nope], scratch);
+fn absorb<S: Simd, C: Code>(simd: S, mut part: Absorb<'_>) {
+    let groups = Groups::of(&part.matrix);
+    let chunks = part.matrix.cols.div_ceil(BLOCK) * BLOCK_CHUNKS;
+    fit(&mut part.scratch.sums, part.count * chunks, [0.0; LANES]).fill([0.0; LANES]);
+    if part.count == 1 {
+        let mut sums = std::mem::take(&mut part.scratch.sums);
+        absorb_one::<S, C>(simd, groups.as_ref(), &part, &mut sums[..chunks]);
+        part.scratch.sums = sums;
     } else {
-        let Scratch { floats, scales, sums, .. } = scratch;
-        fit(floats, nope * chunks, [0.0; LANES]);
-        fit(scales, nope * blocks, [0.0; LANES]);
-        let sums = &mut sums[..count * chunks];
-        let mut padded = [0; 128];
-        for j in 0..nope {
-            let bytes = matrix.row(first_row + j);
-            for b in 0..blocks {
-                let block = block_bytes(bytes, b, C::BLOCK_BYTES, &mut padded);
-                let codes = C::floats(simd, block);
-                let first = j * chunks + b * BLOCK_CHUNKS;
-                for (code, out) in codes.into_iter().zip(&mut floats[first..]) {
-                    simd.store(code, out);
-                }
-                let scale = lane_scale(simd, &matrix, groups.as_ref(), first_row + j, b);
-                simd.store(scale, &mut scales[j * blocks + b]);
-            }
-        }
-        let table = Table { weights: queries, stride: query_stride };
-        let weights = ScaledTable { table, scales, blocks };
-        let row = |j: usize| &floats[j * chunks..(j + 1) * chunks];
-        mix_rows(simd, row, &weights, 0..nope, sums, chunks);
+        absorb_several::<S, C>(simd, groups.as_ref(), &mut part);
     }
+    let Absorb { matrix, out, out_stride, count, scratch, .. } = part;
     let columns = if C::ORDER == Order::Natural { &NATURAL_COLUMNS } else { &PLANES_COLUMNS };
     for (t, sums) in scratch.sums.chunks_exact(chunks).take(count).enumerate() {
         let out = &mut out[t * out_stride..][..matrix.cols];
@@ -351,18 +335,54 @@ fn absorb<S: Simd, C: Code>(simd: S, part: Absorb<'_>) {
     }
 }
 
-/// The scales of block `b` of a row, one per lane: its groups', or its own in all of them.
+/// Several queries: K is decoded once for all.
 #[inline(always)]
-fn lane_scale<S: Simd>(
+fn absorb_several<S: Simd, C: Code>(simd: S, groups: Option<&Groups<'_>>, part: &mut Absorb<'_>) {
+    let Absorb { matrix, first_row, queries, query_stride, nope, count, scratch, .. } = part;
+    let blocks = matrix.cols.div_ceil(BLOCK);
+    let chunks = blocks * BLOCK_CHUNKS;
+    let Scratch { floats, scales, sums, .. } = &mut **scratch;
+    fit(floats, *nope * chunks, [0.0; LANES]);
+    fit(scales, *nope * blocks, [0.0; LANES]);
+    let mut padded = [0; 128];
+    for j in 0..*nope {
+        let bytes = matrix.row(*first_row + j);
+        for b in 0..blocks {
+            let block = block_bytes(bytes, b, C::BLOCK_BYTES, &mut padded);
+            let codes = C::floats(simd, block);
+            let first = j * chunks + b * BLOCK_CHUNKS;
+            for (code, out) in codes.into_iter().zip(&mut floats[first..]) {
+                simd.store(code, out);
+            }
+            let scale = match groups {
+                None => lane_scale::<S, BY_ROW>(simd, matrix, groups, *first_row + j, b),
+                Some(_) => lane_scale::<S, BY_GROUP>(simd, matrix, groups, *first_row + j, b),
+            };
+            simd.store(scale, &mut scales[j * blocks + b]);
+        }
+    }
+    let table = Table { weights: queries, stride: *query_stride };
+    let weights = ScaledTable { table, scales, blocks };
+    let row = |j: usize| &floats[j * chunks..(j + 1) * chunks];
+    mix_rows(simd, row, &weights, 0..*nope, &mut sums[..*count * chunks], chunks);
+}
+
+/// The scales of block `b` of a row, one per lane; `SCALING` says whose scales there are.
+#[inline(always)]
+fn lane_scale<S: Simd, const SCALING: u8>(
     simd: S,
     matrix: &Encoded<'_>,
     groups: Option<&Groups<'_>>,
     row: usize,
     b: usize,
 ) -> S::F {
-    match groups {
-        Some(groups) => groups.lanes(simd, row, b),
-        None => simd.splat(f32_at(matrix.scales, row)),
+    match (SCALING, groups) {
+        (BY_PAIR, Some(groups)) => {
+            let pairs = groups.pairs(row..row + 1).expect("this scaling has them");
+            simd.splat_pair(&pairs[b])
+        }
+        (BY_GROUP, Some(groups)) => groups.lanes(simd, row, b),
+        _ => simd.splat(f32_at(matrix.scales, row)),
     }
 }
 
@@ -373,63 +393,94 @@ const ABSORBED_ROWS: usize = 16;
 #[inline(always)]
 fn absorb_one<S: Simd, C: Code>(
     simd: S,
-    matrix: &Encoded<'_>,
     groups: Option<&Groups<'_>>,
-    first_row: usize,
-    query: &[f32],
-    scratch: &mut Scratch,
+    part: &Absorb<'_>,
+    sums: &mut [[f32; LANES]],
 ) {
-    for (i, query) in query.chunks(ABSORBED_ROWS).enumerate() {
-        let first_row = first_row + ABSORBED_ROWS * i;
-        for b in 0..matrix.cols.div_ceil(BLOCK) {
-            let sums: &mut [_; BLOCK_CHUNKS] =
-                scratch.sums[b * BLOCK_CHUNKS..].first_chunk_mut().expect("sums of every block");
-            // One loop for each, so that neither keeps its sums in memory for the other's sake.
+    for first in (0..part.nope).step_by(ABSORBED_ROWS) {
+        let rows = first..part.nope.min(first + ABSORBED_ROWS);
+        for (b, sums) in sums.as_chunks_mut::<BLOCK_CHUNKS>().0.iter_mut().enumerate() {
+            // One loop for each, so that none keeps its sums in memory for another's sake.
+            let is_pair = groups.is_some_and(|groups| groups.pairs(0..0).is_some());
+            let rows = rows.clone();
             match groups {
-                Some(_) => absorb_block::<S, C>(simd, matrix, groups, first_row, query, b, sums),
-                None => absorb_block::<S, C>(simd, matrix, None, first_row, query, b, sums),
+                None => part.add_block::<S, C, BY_ROW>(simd, groups, rows, b, sums),
+                Some(_) if is_pair => part.add_block::<S, C, BY_PAIR>(simd, groups, rows, b, sums),
+                Some(_) => part.add_block::<S, C, BY_GROUP>(simd, groups, rows, b, sums),
             }
         }
     }
 }
 
-/// Block `b` of some rows.
-#[inline(always)]
-fn absorb_block<S: Simd, C: Code>(
-    simd: S,
-    matrix: &Encoded<'_>,
-    groups: Option<&Groups<'_>>,
-    first_row: usize,
-    query: &[f32],
-    b: usize,
-    out: &mut [[f32; LANES]; BLOCK_CHUNKS],
-) {
-    let mut padded = [0; 128];
-    let mut sums = [simd.splat(0.0); BLOCK_CHUNKS];
-    for (sum, out) in sums.iter_mut().zip(&*out) {
-        *sum = simd.load(out);
-    }
-    for (j, q) in query.iter().enumerate() {
-        let bytes = block_bytes(matrix.row(first_row + j), b, C::BLOCK_BYTES, &mut padded);
-        for line in (0..C::BLOCK_BYTES).step_by(64) {
-            simd.prefetch(bytes.as_ptr().wrapping_add(PREFETCH_BYTES + line));
-        }
-        let scale = lane_scale(simd, matrix, groups, first_row + j, b);
-        let weight = simd.mul(simd.splat(*q), scale);
-        let codes = C::floats(simd, bytes);
-        for (sum, code) in sums.iter_mut().zip(codes) {
-            *sum = simd.fma(weight, code, *sum);
+impl Absorb<'_> {
+    /// Adds block `b` of some rows of K.
+    #[inline(always)]
+    fn add_block<S: Simd, C: Code, const SCALING: u8>(
+        &self,
+        simd: S,
+        groups: Option<&Groups<'_>>,
+        rows: Range<usize>,
+        b: usize,
+        out: &mut [[f32; LANES]; BLOCK_CHUNKS],
+    ) {
+        if S::WIDE {
+            self.add_chunks::<S, C, SCALING, 0, 8>(simd, groups, rows, b, out);
+        } else {
+            // Half of the sums at a time where registers are few.
+            self.add_chunks::<S, C, SCALING, 0, 4>(simd, groups, rows.clone(), b, out);
+            self.add_chunks::<S, C, SCALING, 4, 4>(simd, groups, rows, b, out);
         }
     }
-    for (sum, out) in sums.into_iter().zip(out) {
-        simd.store(sum, out);
+
+    /// The chunks `FIRST … FIRST + COUNT` of it.
+    #[inline(always)]
+    fn add_chunks<S: Simd, C: Code, const SCALING: u8, const FIRST: usize, const COUNT: usize>(
+        &self,
+        simd: S,
+        groups: Option<&Groups<'_>>,
+        rows: Range<usize>,
+        b: usize,
+        out: &mut [[f32; LANES]; BLOCK_CHUNKS],
+    ) {
+        let row_bytes = self.matrix.format.row_bytes(self.matrix.cols);
+        // Behind the last rows comes V, which has its turn later, but the next head's K as well.
+        let further = match rows.end * row_bytes + PREFETCH_BYTES > self.nope * row_bytes {
+            true => self.skipped_rows * row_bytes,
+            false => 0,
+        };
+        let mut padded = [0; 128];
+        let mut sums = [simd.splat(0.0); COUNT];
+        for (sum, out) in sums.iter_mut().zip(&out[FIRST..]) {
+            *sum = simd.load(out);
+        }
+        for j in rows {
+            let row = self.first_row + j;
+            let bytes = block_bytes(self.matrix.row(row), b, C::BLOCK_BYTES, &mut padded);
+            if FIRST == 0 {
+                for line in (0..C::BLOCK_BYTES).step_by(64) {
+                    let ahead = bytes.as_ptr().wrapping_add(PREFETCH_BYTES + line);
+                    simd.prefetch(ahead);
+                    simd.prefetch(ahead.wrapping_add(further));
+                }
+            }
+            let scale = lane_scale::<S, SCALING>(simd, &self.matrix, groups, row, b);
+            let weight = simd.mul(simd.splat(self.queries[j]), scale);
+            let codes = C::floats(simd, bytes);
+            for (sum, code) in sums.iter_mut().zip(&codes[FIRST..]) {
+                *sum = simd.fma(weight, *code, *sum);
+            }
+        }
+        for (sum, out) in sums.into_iter().zip(&mut out[FIRST..]) {
+            simd.store(sum, out);
+        }
     }
 }
 
 #[inline(always)]
 fn absorb_floats<S: Simd, C: FloatCode>(simd: S, part: Absorb<'_>) {
-    let Absorb { matrix, first_row, queries, query_stride, nope, out, out_stride, count, scratch } =
+    let Absorb { matrix, first_row, queries, query_stride, nope, out, out_stride, count, .. } =
         part;
+    let scratch = part.scratch;
     let chunks = matrix.cols.div_ceil(LANES);
     let Scratch { floats, sums, .. } = scratch;
     decode_floats::<S, C>(simd, &matrix, first_row..first_row + nope, floats);

@@ -121,9 +121,10 @@ impl Simd for Avx512 {
             let by4 = _mm512_add_ps(low, _mm512_shuffle_f32x4::<0xdd>(ab, cd));
             let by2 = _mm512_add_ps(by4, _mm512_permute_ps::<0x4e>(by4));
             let by1 = _mm512_add_ps(by2, _mm512_permute_ps::<0xb1>(by2));
-            let mut lanes = [0.0; LANES];
-            _mm512_storeu_ps(lanes.as_mut_ptr(), by1);
-            [lanes[0], lanes[4], lanes[8], lanes[12]]
+            let first_of_four = _mm512_maskz_compress_ps(0x1111, by1);
+            let mut sums = [0.0; 4];
+            _mm_storeu_ps(sums.as_mut_ptr(), _mm512_castps512_ps128(first_of_four));
+            sums
         )
     }
     #[inline(always)]

@@ -13,6 +13,7 @@ use super::scalar::LANES;
 use super::simd::Simd;
 use crate::float::{E4M3, f32_at};
 use crate::quant::{Encoded, Format, INT3_BLOCK, NVFP4_BLOCK};
+use std::ops::Range;
 
 /// A format of integer weights.
 pub trait Code: Copy {
@@ -256,7 +257,8 @@ pub struct Groups<'a> {
     factor: f32,
     /// Columns of a group; a multiple of 8.
     columns: usize,
-    /// Groups of a row.
+    /// Columns and groups of a row.
+    cols: usize,
     per_row: usize,
     /// Which of the block's scales each lane has, for blocks b = 0, 1, 2 modulo 3; all the same
     /// for powers of two. 48, 96 and 192 repeat with every third block.
@@ -282,6 +284,7 @@ impl<'a> Groups<'a> {
             is_e4m3: matrix.format == Format::Nvfp4,
             factor: matrix.scalar * 0.5,
             columns,
+            cols: matrix.cols,
             per_row: matrix.cols.div_ceil(columns),
             index,
         })
@@ -303,13 +306,14 @@ impl<'a> Groups<'a> {
         simd.pick(table, &self.index[block % 3])
     }
 
-    /// The scales of `row` as pairs, one for each half of a block, when that is what they are.
+    /// The scales of `rows` as pairs, one for each half of a block, if that is what they are and
+    /// blocks are whole.
     #[inline(always)]
-    pub fn pairs(&self, row: usize) -> Option<&'a [[u8; 8]]> {
-        if self.is_e4m3 || self.columns != BLOCK / 2 {
+    pub fn pairs(&self, rows: Range<usize>) -> Option<&'a [[u8; 8]]> {
+        if self.is_e4m3 || self.columns != BLOCK / 2 || !self.cols.is_multiple_of(BLOCK) {
             return None;
         }
-        Some(self.scales[4 * row * self.per_row..4 * (row + 1) * self.per_row].as_chunks().0)
+        Some(self.scales[4 * rows.start * self.per_row..4 * rows.end * self.per_row].as_chunks().0)
     }
 
     /// Scales from the first of `block` on; 0 behind the row's end, where lanes have no column.

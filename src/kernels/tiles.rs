@@ -17,11 +17,11 @@ use crate::float::f32_at;
 use crate::quant::{Encoded, FP8_BLOCK, Format};
 use std::ops::Range;
 
-/// How far ahead of its use weight memory is asked for: at 16 GB/s a core, about 750 ns. Measured:
-/// 4 KiB reach 0.86 of the streaming limit, 12 KiB 0.94.
-pub(super) const PREFETCH_BYTES: usize = 12 << 10;
-/// The same for scales, of which 2 KiB belong to 16 KiB of nibbles in groups of 64.
-const PAIRS_AHEAD_BYTES: usize = 2 << 10;
+/// How far ahead of its use weight memory is asked for: at 18 GB/s a core, about 350 ns. Measured
+/// in decode, of the streaming limit: 4 KiB reach 0.81, 6 KiB 0.87, 8 KiB 0.84, 12 KiB 0.80.
+pub(super) const PREFETCH_BYTES: usize = 6 << 10;
+/// The same for scales, of which 1 KiB belongs to 8 KiB of nibbles in groups of 64.
+const PAIRS_AHEAD_BYTES: usize = 1 << 10;
 /// Weight rows that take turns when a row of activations does not fit the first cache level.
 const GROUP_ROWS: usize = 8;
 /// Blocks of activations that do: 18 KiB.
@@ -155,13 +155,13 @@ fn quantized<S: Simd, C: Code, const GROUPED: bool>(simd: S, part: ProductPart<'
         for first in rows.clone().step_by(GROUP_ROWS) {
             let count = (rows.end - first).min(GROUP_ROWS);
             let lanes = row_lanes::<S, C>(simd, &matrix, groups.as_ref(), [first, count], x);
-            let y = &mut y[first - rows.start..][..count];
-            for (i, y) in y.chunks_mut(4).enumerate() {
-                let quarter = [lanes[4 * i], lanes[4 * i + 1], lanes[4 * i + 2], lanes[4 * i + 3]];
-                let sums = simd.lane_sums(quarter);
-                for (j, (y, sum)) in y.iter_mut().zip(sums).enumerate() {
-                    *y = scaled::<GROUPED>(sum, row_scale(first + 4 * i + j));
-                }
+            let mut sums = [0.0; GROUP_ROWS];
+            for (sums, lanes) in sums.as_chunks_mut().0.iter_mut().zip(lanes.as_chunks().0) {
+                *sums = simd.lane_sums(*lanes);
+            }
+            let y = y[first - rows.start..][..count].iter_mut();
+            for (i, (y, sum)) in y.zip(sums).enumerate() {
+                *y = scaled::<GROUPED>(sum, row_scale(first + i));
             }
         }
         return;
@@ -225,97 +225,119 @@ fn row_lanes<S: Simd, C: Code>(
     [first, count]: [usize; 2],
     x: &[Block],
 ) -> [S::F; GROUP_ROWS] {
+    let row_bytes = matrix.format.row_bytes(matrix.cols);
+    let bytes = &matrix.weights[first * row_bytes..(first + count) * row_bytes];
+    let pairs = groups.and_then(|groups| groups.pairs(first..first + count));
+    for line in pairs.unwrap_or_default().chunks(64 / size_of::<[u8; 8]>()) {
+        simd.prefetch(line.as_ptr().cast::<u8>().wrapping_add(PAIRS_AHEAD_BYTES));
+    }
+    let whole = matrix.cols / BLOCK;
+    let rows = GroupedRows { bytes, row_bytes, first, groups, pairs, x };
     let mut lanes = [simd.splat(0.0); GROUP_ROWS];
     for start in (0..x.len()).step_by(RESIDENT_BLOCKS) {
-        let blocks = start..(start + RESIDENT_BLOCKS).min(x.len());
-        let ahead = (x.len() > RESIDENT_BLOCKS).then(|| match blocks.end == x.len() {
-            true => GROUP_ROWS * matrix.format.row_bytes(matrix.cols) - start * C::BLOCK_BYTES,
+        let end = (start + RESIDENT_BLOCKS).min(x.len());
+        let ahead = (x.len() > RESIDENT_BLOCKS).then(|| match end == x.len() {
+            true => GROUP_ROWS * row_bytes - start * C::BLOCK_BYTES,
             false => RESIDENT_BLOCKS * C::BLOCK_BYTES,
         });
+        let blocks = start..end.min(whole);
         let mut i = 0;
         while i < count {
-            let row = first + i;
-            let part = RowPart { matrix, groups, row, blocks: blocks.clone(), ahead, x };
             if S::WIDE && count - i >= 2 {
-                let pair = part.add::<S, C, 2>(simd, [lanes[i], lanes[i + 1]]);
-                [lanes[i], lanes[i + 1]] = pair;
+                let pair = [lanes[i], lanes[i + 1]];
+                [lanes[i], lanes[i + 1]] =
+                    rows.add::<S, C, 2>(simd, i, blocks.clone(), ahead, pair);
                 i += 2;
             } else {
-                [lanes[i]] = part.add::<S, C, 1>(simd, [lanes[i]]);
+                [lanes[i]] = rows.add::<S, C, 1>(simd, i, blocks.clone(), ahead, [lanes[i]]);
                 i += 1;
             }
+        }
+    }
+    if whole < x.len() {
+        for (i, lanes) in lanes.iter_mut().enumerate().take(count) {
+            *lanes = rows.add_ragged::<S, C>(simd, i, whole, *lanes);
         }
     }
     lanes
 }
 
-/// Some blocks of weight rows from `row` on, times those of one activation row.
-struct RowPart<'a> {
-    matrix: &'a Encoded<'a>,
+/// Weight rows that follow each other, and one activation row.
+struct GroupedRows<'a> {
+    bytes: &'a [u8],
+    row_bytes: usize,
+    /// The first of them in its matrix.
+    first: usize,
     groups: Option<&'a Groups<'a>>,
-    row: usize,
-    blocks: Range<usize>,
-    /// How far behind these blocks the same row's turn goes on; `None`: as memory does.
-    ahead: Option<usize>,
+    /// Their scales, if those are pairs.
+    pairs: Option<&'a [[u8; 8]]>,
     x: &'a [Block],
 }
 
-impl RowPart<'_> {
-    /// Adds the blocks of `R` rows to their lanes; activations are in registers once for all.
+impl GroupedRows<'_> {
+    /// Adds whole blocks of `R` rows from the i-th on to their lanes; activations are in
+    /// registers once for all. `ahead`: how far behind these blocks a row's turn goes on, if not
+    /// as memory does.
     #[inline(always)]
-    fn add<S: Simd, C: Code, const R: usize>(&self, simd: S, lanes: [S::F; R]) -> [S::F; R] {
-        let whole = self.blocks.start..self.blocks.end.min(self.matrix.cols / BLOCK);
+    fn add<S: Simd, C: Code, const R: usize>(
+        &self,
+        simd: S,
+        i: usize,
+        blocks: Range<usize>,
+        ahead: Option<usize>,
+        lanes: [S::F; R],
+    ) -> [S::F; R] {
         // One loop for each, so that none keeps its sums in memory for the sake of another.
-        let lanes = match self.groups.map(|groups| groups.pairs(self.row).is_some()) {
-            None => self.add_blocks::<S, C, R, BY_ROW>(simd, lanes, whole.clone()),
-            Some(true) => self.add_blocks::<S, C, R, BY_PAIR>(simd, lanes, whole.clone()),
-            Some(false) => self.add_blocks::<S, C, R, BY_GROUP>(simd, lanes, whole.clone()),
-        };
-        self.add_ragged::<S, C, R>(simd, lanes, whole.end..self.blocks.end)
+        match (self.groups, self.pairs) {
+            (None, _) => self.add_blocks::<S, C, R, BY_ROW>(simd, i, blocks, ahead, lanes),
+            (_, Some(_)) => self.add_blocks::<S, C, R, BY_PAIR>(simd, i, blocks, ahead, lanes),
+            _ => self.add_blocks::<S, C, R, BY_GROUP>(simd, i, blocks, ahead, lanes),
+        }
     }
 
-    /// Adds whole blocks; `SCALING` says whose scales there are.
+    /// The same; `SCALING` says whose scales there are.
     #[inline(always)]
     fn add_blocks<S: Simd, C: Code, const R: usize, const SCALING: u8>(
         &self,
         simd: S,
-        lanes: [S::F; R],
+        i: usize,
         blocks: Range<usize>,
+        ahead: Option<usize>,
+        lanes: [S::F; R],
     ) -> [S::F; R] {
         let (mut lanes, x) = (lanes, &self.x[blocks.clone()]);
         let (mut rows, mut pairs) = ([&[][..]; R], [&[][..]; R]);
-        // Memory is asked for in its own order, whichever rows it belongs to, or in the rows'.
-        let mut ahead = [std::ptr::null::<u8>(); R];
-        let step = if self.ahead.is_some() { C::BLOCK_BYTES } else { R * C::BLOCK_BYTES };
         for r in 0..R {
-            let bytes = &self.matrix.row(self.row + r)[blocks.start * C::BLOCK_BYTES..];
-            rows[r] = &C::blocks(bytes)[..x.len()];
-            ahead[r] = match self.ahead {
-                Some(ahead) => bytes.as_ptr().wrapping_add(ahead),
-                None if r == 0 => bytes.as_ptr().wrapping_add(PREFETCH_BYTES),
-                None => ahead[r - 1].wrapping_add(C::BLOCK_BYTES),
-            };
+            let bytes = &self.bytes[(i + r) * self.row_bytes..][..self.row_bytes];
+            rows[r] = &C::blocks(bytes)[blocks.clone()];
             if SCALING == BY_PAIR {
-                let row = self.groups.and_then(|groups| groups.pairs(self.row + r));
-                let row = row.expect("rows of a matrix are alike");
-                pairs[r] = &row[blocks.start..][..x.len()];
-                for line in row.chunks(8).filter(|_| blocks.start == 0) {
-                    simd.prefetch(line.as_ptr().cast::<u8>().wrapping_add(PAIRS_AHEAD_BYTES));
-                }
+                let per_row = C::blocks(bytes).len();
+                let all = self.pairs.expect("this scaling has them");
+                pairs[r] = &all[(i + r) * per_row + blocks.start..][..x.len()];
             }
         }
+        // Memory is asked for in its own order, whichever rows it belongs to, or in the rows'.
+        let at = |r: usize| rows[r].as_ptr().cast::<u8>();
+        let mut next = [std::ptr::null::<u8>(); R];
+        for (r, next) in next.iter_mut().enumerate() {
+            *next = match ahead {
+                Some(ahead) => at(r).wrapping_add(ahead),
+                None => at(0).wrapping_add(r * C::BLOCK_BYTES + PREFETCH_BYTES),
+            };
+        }
+        let step = if ahead.is_some() { C::BLOCK_BYTES } else { R * C::BLOCK_BYTES };
         for (b, x) in x.iter().enumerate() {
-            for ahead in &mut ahead {
+            for next in &mut next {
                 for line in 0..C::BLOCK_BYTES.div_ceil(64) {
-                    simd.prefetch(ahead.wrapping_add(64 * line));
+                    simd.prefetch(next.wrapping_add(64 * line));
                 }
-                *ahead = ahead.wrapping_add(step);
+                *next = next.wrapping_add(step);
             }
             for r in 0..R {
                 let scale = match (SCALING, self.groups) {
                     (BY_PAIR, _) => Some(simd.splat_pair(&pairs[r][b])),
                     (BY_GROUP, Some(groups)) => {
-                        Some(groups.lanes(simd, self.row + r, blocks.start + b))
+                        Some(groups.lanes(simd, self.first + i + r, blocks.start + b))
                     }
                     _ => None,
                 };
@@ -325,37 +347,26 @@ impl RowPart<'_> {
         lanes
     }
 
-    /// Adds the last blocks of a row, whose bytes do not fill them.
+    /// Adds the last block `b` of the i-th row, whose bytes do not fill it, to its lanes.
     #[inline(always)]
-    fn add_ragged<S: Simd, C: Code, const R: usize>(
-        &self,
-        simd: S,
-        lanes: [S::F; R],
-        blocks: Range<usize>,
-    ) -> [S::F; R] {
-        let mut lanes = lanes;
-        for b in blocks {
-            let mut padded = [0; 128];
-            for r in 0..R {
-                let row = self.matrix.row(self.row + r);
-                let bytes = block_bytes(row, b, C::BLOCK_BYTES, &mut padded);
-                let scale = match self.groups {
-                    Some(groups) => Some(groups.lanes(simd, self.row + r, b)),
-                    None => None,
-                };
-                lanes[r] = add_block::<S, C>(simd, lanes[r], scale, bytes, &self.x[b]);
-            }
-        }
-        lanes
+    fn add_ragged<S: Simd, C: Code>(&self, simd: S, i: usize, b: usize, lanes: S::F) -> S::F {
+        let mut padded = [0; 128];
+        let row = &self.bytes[i * self.row_bytes..][..self.row_bytes];
+        let bytes = block_bytes(row, b, C::BLOCK_BYTES, &mut padded);
+        let scale = match self.groups {
+            Some(groups) => Some(groups.lanes(simd, self.first + i, b)),
+            None => None,
+        };
+        add_block::<S, C>(simd, lanes, scale, bytes, &self.x[b])
     }
 }
 
 /// Scales belong to rows: they are left to the end.
-const BY_ROW: u8 = 0;
+pub(super) const BY_ROW: u8 = 0;
 /// Each half of a block has its scale, see [`Groups::pairs`].
-const BY_PAIR: u8 = 1;
+pub(super) const BY_PAIR: u8 = 1;
 /// Scales belong to groups of any other size.
-const BY_GROUP: u8 = 2;
+pub(super) const BY_GROUP: u8 = 2;
 
 /// Adds one block of one row, with its groups' scales if it has any, to its lanes.
 #[inline(always)]
