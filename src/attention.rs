@@ -32,7 +32,9 @@ use std::time::Instant;
 
 /// Heads that share each cached row while it is in registers.
 const HEADS: usize = 4;
-/// Most positions whose queries are worked on together by one thread.
+/// Most heads that share each cached row while it is in the second cache level.
+const HEADS_MAX: usize = 16;
+/// Most positions whose queries are worked on together by one thread, of [`HEADS`] heads.
 const QUERIES_MAX: usize = 32;
 /// Floats of scores that one thread may hold: fewer positions are taken together in a long
 /// context, and never less than one.
@@ -69,7 +71,7 @@ impl Scratch {
     pub fn bytes(c: &Config, ctx_tokens: usize, rows: usize, threads: usize) -> usize {
         let (kv_dim, context) = (c.kv_lora_rank + c.qk_rope_head_dim, c.num_heads * c.v_head_dim);
         let row = 2 * c.q_lora_rank + c.num_heads * c.qk_head_dim() + kv_dim + 2 * context;
-        let pairs = HEADS * QUERIES_MAX.min(rows);
+        let pairs = (HEADS * QUERIES_MAX.min(rows)).max(HEADS_MAX);
         let padded = kv_dim.next_multiple_of(LANES) + c.kv_lora_rank.next_multiple_of(LANES);
         let scores = (HEADS * ctx_tokens).max(SCORES_MAX.min(pairs * ctx_tokens));
         // K of one head, decoded, with its scales.
@@ -82,6 +84,15 @@ impl Scratch {
             + Activations::bytes(rows, context)
             + threads * worker
     }
+}
+
+/// Heads that one thread works on together, for `rows` positions that see up to `keys` keys: few
+/// positions leave room for more heads, which share what is read of the cache. All threads get
+/// equally many.
+fn heads_together(heads: usize, rows: usize, keys: usize, threads: usize) -> usize {
+    let most = (HEADS * QUERIES_MAX / rows).min(SCORES_MAX / keys).clamp(HEADS, HEADS_MAX);
+    let turns = heads.div_ceil(most * threads);
+    heads.div_ceil(turns * threads)
 }
 
 /// Buffers of one thread: of some heads and some positions.
@@ -251,15 +262,16 @@ pub fn attend(
         queries,
     };
     let contexts = fit(contexts, heads * rows * v_dim, 0.0);
-    // Small models get a part per thread at least.
-    let group = HEADS.min(heads.div_ceil(compute.pool.threads()));
+    let (keys_max, threads) = (kv.keys_max(config), compute.pool.threads());
+    let group = heads_together(heads, rows, keys_max, threads);
     cuts.clear();
     cuts.extend((0..heads).step_by(group).chain([heads]).map(|head| head * rows * v_dim));
-    workers.resize_with(compute.pool.threads(), Worker::default);
-    workers.iter_mut().for_each(|worker| step.reserve(group, worker));
+    workers.resize_with(threads, Worker::default);
+    let group_most = heads_together(heads, 1, keys_max, threads);
+    workers.iter_mut().for_each(|worker| step.reserve(group_most, worker));
     // Absorbing and expanding, and scores and sums over the keys, of one head and position.
     let weights_macs = (config.qk_nope_head_dim + v_dim) * config.kv_lora_rank;
-    let keys = kv.keys_max(config).min(batch.first + rows);
+    let keys = keys_max.min(batch.first + rows);
     let macs = rows * heads * (weights_macs + 2 * keys * config.kv_lora_rank);
     compute.pool.share(macs, contexts, cuts, workers, |part, out, worker| {
         let first = part * group;

@@ -186,16 +186,16 @@ impl Engine {
         std::mem::take(&mut runtime.compute.tally)
     }
 
-    /// A new, empty timeline.
-    pub fn session(&self) -> Session<'_> {
+    /// A new, empty timeline. Error: no memory for its cache.
+    pub fn session(&self) -> Result<Session<'_>> {
         let index_layers = self.model.weights.index_layers();
         let config = &self.model.config;
-        Session {
+        Ok(Session {
             engine: self,
             tokens: Vec::with_capacity(self.options.ctx_tokens),
-            kv: KvCache::new(config, &index_layers, self.options.ctx_tokens),
+            kv: KvCache::new(config, &index_layers, self.options.ctx_tokens)?,
             logits: Vec::new(),
-        }
+        })
     }
 }
 

@@ -9,7 +9,9 @@
 #![forbid(unsafe_code)]
 
 use crate::config::Config;
+use crate::error::Result;
 use crate::kernels::LANES;
+use crate::sys::Pages;
 
 /// Cache of all layers for up to `capacity_tokens` positions.
 pub struct KvCache {
@@ -17,10 +19,12 @@ pub struct KvCache {
     /// Chunks of 16 floats of a latent row, and of an index key.
     latent_chunks: usize,
     index_chunks: usize,
-    /// Per layer `[capacity_tokens, latent_chunks]`
-    latents: Vec<Vec<[f32; LANES]>>,
-    /// Per layer `[capacity_tokens, index_chunks]`; empty where there is no indexer
-    index_keys: Vec<Vec<[f32; LANES]>>,
+    /// `[layers, capacity_tokens, latent_chunks]`
+    latents: Pages<[f32; LANES]>,
+    /// `[layers with an indexer, capacity_tokens, index_chunks]`
+    index_keys: Pages<[f32; LANES]>,
+    /// Place of each layer among those with an indexer
+    index_layers: Vec<Option<usize>>,
 }
 
 /// Chunks of 16 floats of a latent row and of an index key.
@@ -30,18 +34,21 @@ fn chunks(config: &Config) -> (usize, usize) {
 }
 
 impl KvCache {
-    /// An empty cache. `has_index[layer]` tells which layers keep index keys. The memory is
-    /// zeroed lazily by the system, so unused positions cost nothing.
-    pub fn new(config: &Config, has_index: &[bool], capacity_tokens: usize) -> KvCache {
+    /// An empty cache. `has_index[layer]` tells which layers keep index keys. Positions that were
+    /// never used cost address space only. Error: there is none left.
+    pub fn new(config: &Config, has_index: &[bool], capacity_tokens: usize) -> Result<KvCache> {
         let (latent_chunks, index_chunks) = chunks(config);
-        let rows = |chunks: usize| vec![[0.0; LANES]; capacity_tokens * chunks];
-        KvCache {
+        let mut indexed = 0..;
+        let index_layers = has_index.iter().map(|has| has.then(|| indexed.next()).flatten());
+        let index_layers: Vec<_> = index_layers.collect();
+        Ok(KvCache {
             capacity_tokens,
             latent_chunks,
             index_chunks,
-            latents: has_index.iter().map(|_| rows(latent_chunks)).collect(),
-            index_keys: has_index.iter().map(|has| rows(index_chunks * *has as usize)).collect(),
-        }
+            latents: Pages::new(has_index.len() * capacity_tokens * latent_chunks)?,
+            index_keys: Pages::new(indexed.start * capacity_tokens * index_chunks)?,
+            index_layers,
+        })
     }
 
     /// Bytes of a cache of this shape.
@@ -59,29 +66,39 @@ impl KvCache {
 
     /// Most keys that one position can attend to.
     pub fn keys_max(&self, config: &Config) -> usize {
-        let has_index = self.index_keys.iter().any(|keys| !keys.is_empty());
-        self.capacity_tokens.min(if has_index { config.index_topk } else { usize::MAX })
+        self.capacity_tokens.min(match self.index_keys.is_empty() {
+            true => usize::MAX,
+            false => config.index_topk,
+        })
     }
 
     /// All latent rows of a layer, `[capacity_tokens, chunks]`, and the chunks of one.
     pub fn latents(&self, layer: usize) -> (&[[f32; LANES]], usize) {
-        (&self.latents[layer], self.latent_chunks)
+        let all = self.capacity_tokens * self.latent_chunks;
+        (&self.latents[layer * all..(layer + 1) * all], self.latent_chunks)
     }
 
     /// The latent row of `position`, to be written, padding included.
     pub fn latent_mut(&mut self, layer: usize, position: usize) -> &mut [f32] {
-        let first = position * self.latent_chunks;
-        self.latents[layer][first..first + self.latent_chunks].as_flattened_mut()
+        let first = (layer * self.capacity_tokens + position) * self.latent_chunks;
+        self.latents[first..first + self.latent_chunks].as_flattened_mut()
     }
 
-    /// All index keys of a layer, `[capacity_tokens, chunks]`, and the chunks of one.
+    /// All index keys of a layer, `[capacity_tokens, chunks]`, and the chunks of one. Panics for
+    /// a layer that keeps none.
     pub fn index_keys(&self, layer: usize) -> (&[[f32; LANES]], usize) {
-        (&self.index_keys[layer], self.index_chunks)
+        let all = self.capacity_tokens * self.index_chunks;
+        let place = self.index_place(layer);
+        (&self.index_keys[place * all..(place + 1) * all], self.index_chunks)
     }
 
-    /// The index key of `position`, to be written, padding included.
+    /// The index key of `position`, to be written, padding included. Panics as above.
     pub fn index_key_mut(&mut self, layer: usize, position: usize) -> &mut [f32] {
-        let first = position * self.index_chunks;
-        self.index_keys[layer][first..first + self.index_chunks].as_flattened_mut()
+        let first = (self.index_place(layer) * self.capacity_tokens + position) * self.index_chunks;
+        self.index_keys[first..first + self.index_chunks].as_flattened_mut()
+    }
+
+    fn index_place(&self, layer: usize) -> usize {
+        self.index_layers[layer].expect("the layer keeps index keys")
     }
 }

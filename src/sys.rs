@@ -60,22 +60,34 @@ const LARGE_PAGE: usize = 2 << 20;
 
 /// Zeroed memory straight from the system, which takes it back when dropped. Pages that were never
 /// written cost nothing.
-pub struct Pages {
+pub struct Pages<T: Plain = u8> {
     mapping: *mut u8,
     mapping_bytes: usize,
-    start: *mut u8,
-    bytes: usize,
+    start: *mut T,
+    count: usize,
 }
 
-// SAFETY: a mapping belongs to the process, not to a thread, and `Pages` is its only owner.
-unsafe impl Send for Pages {}
-// SAFETY: a shared reference only reads.
-unsafe impl Sync for Pages {}
+/// Elements of [`Pages`].
+///
+/// # Safety
+/// Zeros are a value, there is nothing to drop, and the alignment is below that of a page.
+// SAFETY: says what implementors promise.
+pub unsafe trait Plain: Copy {}
+// SAFETY: an integer.
+unsafe impl Plain for u8 {}
+// SAFETY: floats, of 4 bytes' alignment.
+unsafe impl Plain for [f32; 16] {}
 
-impl Pages {
-    /// `bytes` of zeros, in large pages as far as they fill them and the system has any. Error:
-    /// the system has no address space left for them.
-    pub fn new(bytes: usize) -> Result<Pages> {
+// SAFETY: a mapping belongs to the process, not to a thread, and `Pages` is its only owner.
+unsafe impl<T: Plain + Send> Send for Pages<T> {}
+// SAFETY: a shared reference only reads.
+unsafe impl<T: Plain + Sync> Sync for Pages<T> {}
+
+impl<T: Plain> Pages<T> {
+    /// `count` zeros, in large pages as far as they fill them and the system has any. Error: the
+    /// system has no address space left for them.
+    pub fn new(count: usize) -> Result<Pages<T>> {
+        let bytes = count * size_of::<T>();
         let mapping_bytes = bytes.max(1) + if bytes >= LARGE_PAGE { LARGE_PAGE } else { 0 };
         let null = std::ptr::null_mut();
         let flags = MAP_PRIVATE_ANONYMOUS;
@@ -93,27 +105,27 @@ impl Pages {
             // system that does not take it works as well.
             unsafe { madvise(start, bytes, MADV_HUGEPAGE) };
         }
-        Ok(Pages { mapping, mapping_bytes, start, bytes })
+        Ok(Pages { mapping, mapping_bytes, start: start.cast(), count })
     }
 }
 
-impl std::ops::Deref for Pages {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        // SAFETY: `start` and `bytes` lie inside the mapping, which lives as long as `self` and
-        // is initialized (zeros, or what was written through `deref_mut`).
-        unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
+impl<T: Plain> std::ops::Deref for Pages<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        // SAFETY: `count` elements from `start` on lie inside the mapping, which lives as long as
+        // `self` and is initialized (zeros, or what was written through `deref_mut`).
+        unsafe { std::slice::from_raw_parts(self.start, self.count) }
     }
 }
 
-impl std::ops::DerefMut for Pages {
-    fn deref_mut(&mut self) -> &mut [u8] {
+impl<T: Plain> std::ops::DerefMut for Pages<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as above, and `&mut self` is the only way to it.
-        unsafe { std::slice::from_raw_parts_mut(self.start, self.bytes) }
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.count) }
     }
 }
 
-impl Drop for Pages {
+impl<T: Plain> Drop for Pages<T> {
     fn drop(&mut self) {
         // SAFETY: exactly the mapping that `new` made; no reference into it outlives `self`.
         unsafe { munmap(self.mapping, self.mapping_bytes) };
@@ -175,7 +187,7 @@ mod tests {
             }
             assert!(bytes < LARGE_PAGE || (pages.as_ptr() as usize).is_multiple_of(LARGE_PAGE));
         }
-        let error = Pages::new(1 << 60).err().unwrap().to_string();
+        let error = Pages::<u8>::new(1 << 60).err().unwrap().to_string();
         assert!(error.contains("cannot reserve 1152921504606846976 bytes"), "{error}");
     }
 

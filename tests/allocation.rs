@@ -105,7 +105,7 @@ fn advance(session: &mut Session<'_>, tokens: &[u32]) {
 /// Brings the experts into memory that the tokens of the vocabulary choose on timelines of two.
 fn load_experts(engine: &Engine) {
     let vocab = engine.config().vocab_size as u32;
-    let mut session = engine.session();
+    let mut session = engine.session().unwrap();
     for token in 0..vocab {
         advance(&mut session, &[token, token * 5 % vocab]);
     }
@@ -114,7 +114,7 @@ fn load_experts(engine: &Engine) {
 /// Decodes `tokens` one by one on a new session. Steps whose length `is_counted` must not allocate.
 fn decode(case: &str, engine: &Engine, tokens: &[u32], is_counted: impl Fn(usize) -> bool) {
     load_experts(engine);
-    let mut session = engine.session();
+    let mut session = engine.session().unwrap();
     for end in 1..=tokens.len() {
         let misses = engine.expert_counters().misses;
         if is_counted(end) {

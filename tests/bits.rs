@@ -95,7 +95,7 @@ fn decoded_hash(name: &str, isa: Isa) -> u64 {
     let (ctx_tokens, limit) = (tokens.len(), Limit::SlotsPerLayer(2));
     let options = Options { ctx_tokens, chunk_rows: 16, limit, threads: 2, isa };
     let engine = open(&fixture(name), options);
-    let mut session = engine.session();
+    let mut session = engine.session().unwrap();
     (1..=tokens.len()).fold(FNV_OFFSET, |hash, end| {
         fnv1a64(hash, session.advance(&tokens[..end], &mut Unobserved).unwrap())
     })

@@ -190,7 +190,7 @@ fn check_fixture(name: &str, residents: &[&str], experts: &[&str]) {
     let bound = if has_integers { MAX_ABS } else { MAX_ABS_FLOATS };
     assert!(max <= bound, "{name}: max {max:.2e}, rms {rms:.2e}");
 
-    let mut session = engine.session();
+    let mut session = engine.session().unwrap();
     while tokens.len() < full.len() {
         tokens.push(argmax(session.advance(&tokens, &mut Unobserved).unwrap()).unwrap());
     }

@@ -43,7 +43,7 @@ fn check_fixture(name: &str, gold: &str, max_abs: f64, max_rms: f64) {
     trace.assert_complete(full.len());
 
     let mut tokens = prompt;
-    let mut session = engine.session();
+    let mut session = engine.session().unwrap();
     while tokens.len() < full.len() {
         let next = argmax(session.advance(&tokens, &mut Unobserved).unwrap()).unwrap();
         tokens.push(next);
@@ -168,7 +168,7 @@ fn chunks_cache_and_prefix_reuse_give_the_same_bits() {
         }
         let engine = open(&dir, tight());
         let vocab = engine.config().vocab_size;
-        let mut session = engine.session();
+        let mut session = engine.session().unwrap();
         let mut other = full[..20].to_vec();
         other[15] = (other[15] + 1) % vocab as u32;
         session.advance(&full, &mut Unobserved).unwrap();
@@ -215,7 +215,7 @@ fn run_with(tensor: &str, value: f32) -> Result<(), String> {
     changed.bytes[..4].copy_from_slice(&value.to_le_bytes());
     write_safetensors(&path, &tensors);
     let engine = open(&dir.0, tight());
-    let mut session = engine.session();
+    let mut session = engine.session().unwrap();
     session.advance(&[1; 12], &mut Unobserved).map(|_| ()).map_err(|e| e.to_string())
 }
 
@@ -253,7 +253,7 @@ fn a_common_prefix_is_not_computed_again() {
         }
     }
     let engine = open(&fixture("a_seed"), tight());
-    let mut session = engine.session();
+    let mut session = engine.session().unwrap();
     let mut positions_of = |tokens: &[u32]| {
         let mut seen = Positions(Vec::new());
         session.advance(tokens, &mut seen).unwrap();
@@ -274,10 +274,11 @@ fn generation_ends_by_length_behind_a_full_context() {
     for prompt in [&[3, 14, 159, 26][..], &[3, 14][..]] {
         let mut sampler = Sampler::new(Params::GREEDY, Vec::new()).unwrap();
         let mut new = 0;
-        let finish = engine.session().generate(prompt, 9, &mut sampler, &mut Unobserved, |_, _| {
-            new += 1;
-            Ok(true)
-        });
+        let finish =
+            engine.session().unwrap().generate(prompt, 9, &mut sampler, &mut Unobserved, |_, _| {
+                new += 1;
+                Ok(true)
+            });
         assert_eq!((finish.unwrap(), new), (Finish::Length, 5 - prompt.len()));
     }
 }
@@ -285,7 +286,7 @@ fn generation_ends_by_length_behind_a_full_context() {
 #[test]
 fn tokens_outside_the_vocabulary_and_the_context_are_refused() {
     let engine = open(&fixture("a_seed"), Options { ctx_tokens: 8, ..tight() });
-    let mut session = engine.session();
+    let mut session = engine.session().unwrap();
     let error = |result: colibri::error::Result<&[f32]>| result.unwrap_err().to_string();
     let too_large = error(session.advance(&[1, 256], &mut Unobserved));
     assert_eq!(too_large, "token 256 at position 1: the vocabulary has 256");

@@ -159,7 +159,7 @@ fn a_shard_that_shrinks_under_a_running_engine_is_a_named_short_read() {
     let header = std::fs::metadata(&path).unwrap().len();
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
     file.set_len(header / 3).unwrap();
-    let mut session = engine.session();
+    let mut session = engine.session().unwrap();
     let error = session.advance(&[1, 2, 3], &mut Unobserved).err().unwrap().to_string();
     for part in ["model.safetensors", "ends too soon", "wanted", "at offset", "got"] {
         assert!(error.contains(part), "{part:?} in {error}");

@@ -100,7 +100,7 @@ fn run(args: &Args) -> Result<()> {
     let options = engine.options();
     let mut compute = Compute::new(options.threads, options.isa);
     // Keeps its context: only the first round has to read it.
-    let mut session = engine.session();
+    let mut session = engine.session()?;
     let mut rounds = Vec::new();
     for i in 0..=course.rounds {
         let mut round = Round::default();
@@ -171,7 +171,7 @@ fn decode(
 }
 
 fn prefill(engine: &Engine, ids: &[u32]) -> Result<Measured> {
-    let mut session: Session<'_> = engine.session();
+    let mut session: Session<'_> = engine.session()?;
     engine.take_tally();
     let start = Instant::now();
     session.advance(ids, &mut Unobserved)?;

@@ -45,7 +45,7 @@ fn run(args: &Args) -> Result<()> {
     let mut out = target.map(PendingFile::create).transpose()?;
     let mut hash = Fnv1a64::new();
     let mut watch = load::Watch::new(&engine, ids.len());
-    engine.session().logits_of_all(&ids, &mut watch, |logits| {
+    engine.session()?.logits_of_all(&ids, &mut watch, |logits| {
         let bytes: Vec<u8> = logits.iter().flat_map(|logit| logit.to_le_bytes()).collect();
         hash.update(&bytes);
         match &mut out {

@@ -174,7 +174,7 @@ fn teacher_forcing(
     let (mut matched, mut position) = (0, 0);
     let mut difference = gold.map(|_| Difference::default());
     let mut watch = load::Watch::new(engine, reference.full_ids.len());
-    engine.session().logits_of_all(&reference.full_ids, &mut watch, |logits| {
+    engine.session()?.logits_of_all(&reference.full_ids, &mut watch, |logits| {
         matched += usize::from(argmax(logits)? == reference.tf_pred[position]);
         if let (Some(d), Some(gold)) = (&mut difference, gold) {
             let gold = &gold[position * logits.len()..(position + 1) * logits.len()];
@@ -195,7 +195,7 @@ fn teacher_forcing(
 /// Tokens of the greedy continuation that equal the reference's, until the first that differs.
 fn greedy(engine: &Engine, reference: &Reference) -> Result<usize> {
     let mut tokens = reference.prompt_ids.clone();
-    let mut session = engine.session();
+    let mut session = engine.session()?;
     let mut watch = load::Watch::new(engine, tokens.len());
     while tokens.len() < reference.full_ids.len() {
         let next = argmax(session.advance(&tokens, &mut watch)?)?;

@@ -76,7 +76,7 @@ fn run(args: &Args) -> Result<()> {
     let show = |text: &str| if args.has("--json") { Ok(()) } else { print_text(text) };
     show(if thinking { "<think>" } else { "" })?;
     let mut sampler = Sampler::new(params, engine.never_sampled())?;
-    let mut session = engine.session();
+    let mut session = engine.session()?;
     let mut watch = load::Watch::new(&engine, prompt.len());
     let start = Instant::now();
     let mut first_s = None;

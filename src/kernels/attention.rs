@@ -33,6 +33,16 @@ pub struct Keys<'a> {
 }
 
 impl<'a> Keys<'a> {
+    /// The row of key i, if there is one.
+    #[inline(always)]
+    fn get(&self, i: usize) -> Option<&'a [[f32; LANES]]> {
+        let position = match self.positions {
+            None => i,
+            Some(positions) => *positions.get(i)? as usize,
+        };
+        self.rows.get(position * self.chunks..(position + 1) * self.chunks)
+    }
+
     /// The row of key i.
     #[inline(always)]
     fn row(&self, i: usize) -> &'a [[f32; LANES]] {
@@ -76,11 +86,12 @@ impl Kernel for Scores<'_> {
     fn vector<S: Simd>(self, simd: S) {
         let Scores { queries, keys, range, scale, scores, stride, scratch } = self;
         let (chunks, first) = (keys.chunks, range.start);
+        let shape = [range.len(), queries.len() / chunks];
         let dots = FloatDots {
             row: |i: usize| keys.row(first + i),
+            ahead: |i: usize| keys.get(first + i + shape[0]),
             token: |h: usize| &queries[h * chunks..(h + 1) * chunks],
         };
-        let shape = [range.len(), queries.len() / chunks];
         squares(simd, &dots, shape, chunks, &mut scratch.sums, |h, i, sums| {
             let scores = &mut scores[h * stride + first + i..];
             for (score, sum) in scores.iter_mut().zip(sums) {
@@ -120,8 +131,9 @@ impl Kernel for Mix<'_> {
     #[inline(always)]
     fn vector<S: Simd>(self, simd: S) {
         let Mix { weights, stride, keys, range, out, chunks } = self;
+        let ahead = |i: usize| keys.get(i + range.len());
         let row = |i: usize| keys.row(i);
-        mix_rows(simd, row, &Table { weights, stride }, range, out, chunks);
+        mix_rows(simd, (row, ahead), &Table { weights, stride }, range.clone(), out, chunks);
     }
 }
 
@@ -160,11 +172,15 @@ impl<S: Simd> Weights<S> for ScaledTable<'_> {
     }
 }
 
+/// Chunks of 16 floats.
+type Row<'a> = &'a [[f32; LANES]];
+
 /// out[h] += Σ_i weight(h, i, block of 8 chunks) · row(i), i ascending, in squares of registers.
+/// The second of `rows` is what to ask memory for while row i is used for the first time.
 #[inline(always)]
 fn mix_rows<'a, S: Simd>(
     simd: S,
-    row: impl Fn(usize) -> &'a [[f32; LANES]] + Copy,
+    rows: (impl Fn(usize) -> Row<'a> + Copy, impl Fn(usize) -> Option<Row<'a>> + Copy),
     weights: &impl Weights<S>,
     range: Range<usize>,
     out: &mut [[f32; LANES]],
@@ -180,13 +196,13 @@ fn mix_rows<'a, S: Simd>(
             let wide = if chunks - chunk >= width { width } else { 1 };
             let (at, range) = ([head, chunk], range.clone());
             match (high, wide) {
-                (4, 4) => mix_square::<S, 4, 4>(simd, row, weights, range, out, chunks, at),
-                (4, _) => mix_square::<S, 4, 1>(simd, row, weights, range, out, chunks, at),
-                (2, 2) => mix_square::<S, 2, 2>(simd, row, weights, range, out, chunks, at),
-                (2, _) => mix_square::<S, 2, 1>(simd, row, weights, range, out, chunks, at),
-                (_, 4) => mix_square::<S, 1, 4>(simd, row, weights, range, out, chunks, at),
-                (_, 2) => mix_square::<S, 1, 2>(simd, row, weights, range, out, chunks, at),
-                _ => mix_square::<S, 1, 1>(simd, row, weights, range, out, chunks, at),
+                (4, 4) => mix_square::<S, 4, 4>(simd, rows, weights, range, out, chunks, at),
+                (4, _) => mix_square::<S, 4, 1>(simd, rows, weights, range, out, chunks, at),
+                (2, 2) => mix_square::<S, 2, 2>(simd, rows, weights, range, out, chunks, at),
+                (2, _) => mix_square::<S, 2, 1>(simd, rows, weights, range, out, chunks, at),
+                (_, 4) => mix_square::<S, 1, 4>(simd, rows, weights, range, out, chunks, at),
+                (_, 2) => mix_square::<S, 1, 2>(simd, rows, weights, range, out, chunks, at),
+                _ => mix_square::<S, 1, 1>(simd, rows, weights, range, out, chunks, at),
             }
             chunk += wide;
         }
@@ -198,7 +214,7 @@ fn mix_rows<'a, S: Simd>(
 #[inline(always)]
 fn mix_square<'a, S: Simd, const H: usize, const C: usize>(
     simd: S,
-    row: impl Fn(usize) -> &'a [[f32; LANES]],
+    (row, ahead): (impl Fn(usize) -> Row<'a>, impl Fn(usize) -> Option<Row<'a>>),
     weights: &impl Weights<S>,
     range: Range<usize>,
     out: &mut [[f32; LANES]],
@@ -213,6 +229,11 @@ fn mix_square<'a, S: Simd, const H: usize, const C: usize>(
         }
     }
     for i in range {
+        if head == 0
+            && let Some(ahead) = ahead(i)
+        {
+            ahead[chunk..chunk + C].iter().for_each(|line| simd.prefetch(line.as_ptr().cast()));
+        }
         let row = &row(i)[chunk..chunk + C];
         let mut values = [simd.splat(0.0); C];
         for c in 0..C {
@@ -364,7 +385,7 @@ fn absorb_several<S: Simd, C: Code>(simd: S, groups: Option<&Groups<'_>>, part: 
     let table = Table { weights: queries, stride: *query_stride };
     let weights = ScaledTable { table, scales, blocks };
     let row = |j: usize| &floats[j * chunks..(j + 1) * chunks];
-    mix_rows(simd, row, &weights, 0..*nope, &mut sums[..*count * chunks], chunks);
+    mix_rows(simd, (row, |_| None), &weights, 0..*nope, &mut sums[..*count * chunks], chunks);
 }
 
 /// The scales of block `b` of a row, one per lane; `SCALING` says whose scales there are.
@@ -488,7 +509,7 @@ fn absorb_floats<S: Simd, C: FloatCode>(simd: S, part: Absorb<'_>) {
     sums.fill([0.0; LANES]);
     let weights = Table { weights: queries, stride: query_stride };
     let row = |j: usize| &floats[j * chunks..(j + 1) * chunks];
-    mix_rows(simd, row, &weights, 0..nope, sums, chunks);
+    mix_rows(simd, (row, |_| None), &weights, 0..nope, sums, chunks);
     for (t, sums) in sums.chunks_exact(chunks).enumerate() {
         let out = &mut out[t * out_stride..][..matrix.cols];
         out.copy_from_slice(&sums.as_flattened()[..out.len()]);

@@ -595,6 +595,7 @@ fn floats<S: Simd, C: FloatCode>(simd: S, part: ProductPart<'_>) {
         let Scratch { floats, sums, .. } = scratch;
         let dots = FloatDots {
             row: |r: usize| &floats[r * chunks..(r + 1) * chunks],
+            ahead: |_| None,
             token: |t: usize| x.floats(tokens[t] as usize),
         };
         squares(simd, &dots, [tile.len(), tokens.len()], chunks, sums, |t, r, sums| {
@@ -643,16 +644,19 @@ fn each_chunk<S: Simd, C: FloatCode>(
 }
 
 /// Rows of floats times rows of floats.
-pub(super) struct FloatDots<R, T> {
+pub(super) struct FloatDots<R, T, A> {
     /// Row r, in chunks of 16
     pub(super) row: R,
+    /// What to ask memory for while row r is used for the first time
+    pub(super) ahead: A,
     /// Activation row t
     pub(super) token: T,
 }
 
-impl<'a, S: Simd, Row, Token> Dots<S> for FloatDots<Row, Token>
+impl<'a, S: Simd, Row, Token, Ahead> Dots<S> for FloatDots<Row, Token, Ahead>
 where
     Row: Fn(usize) -> &'a [[f32; LANES]],
+    Ahead: Fn(usize) -> Option<&'a [[f32; LANES]]>,
     Token: Fn(usize) -> &'a [[f32; LANES]],
 {
     const SQUARE: [usize; 2] = [4, 4];
@@ -670,6 +674,11 @@ where
         let (mut w, mut x) = ([&[][..]; R], [&[][..]; T]);
         for (r, w) in w.iter_mut().enumerate() {
             *w = &(self.row)(row + r)[segment.clone()];
+            if token == 0
+                && let Some(ahead) = (self.ahead)(row + r)
+            {
+                ahead[segment.clone()].iter().for_each(|line| simd.prefetch(line.as_ptr().cast()));
+            }
         }
         for (t, x) in x.iter_mut().enumerate() {
             *x = &(self.token)(token + t)[segment.clone()];

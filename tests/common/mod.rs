@@ -137,7 +137,7 @@ pub fn all_logits(engine: &Engine, tokens: &[u32], observer: &mut dyn Observer) 
         all.extend_from_slice(logits);
         Ok(())
     };
-    engine.session().logits_of_all(tokens, observer, sink).unwrap();
+    engine.session().unwrap().logits_of_all(tokens, observer, sink).unwrap();
     all
 }
 
