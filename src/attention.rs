@@ -21,7 +21,8 @@ use crate::config::Config;
 use crate::indexer::Selection;
 use crate::kernels::activations::BLOCK;
 use crate::kernels::attention::{Absorb, Keys, Mix, Scores};
-use crate::kernels::elementwise::{Norm, Softmax};
+use crate::kernels::elementwise::{Norm, SoftmaxBlock};
+use crate::kernels::scalar::{KEYS, RunningSoftmax};
 use crate::kernels::tiles::{self, ProductPart};
 use crate::kernels::{Activations, Arithmetic, Forms, LANES, fit, reserve};
 use crate::kv::KvCache;
@@ -36,12 +37,6 @@ const HEADS: usize = 4;
 const HEADS_MAX: usize = 16;
 /// Most positions whose queries are worked on together by one thread, of [`HEADS`] heads.
 const QUERIES_MAX: usize = 32;
-/// Floats of scores that one thread may hold: fewer positions are taken together in a long
-/// context, and never less than one.
-const SCORES_MAX: usize = 1 << 20;
-/// Keys that all queries of a thread see before the next ones: 64 rows of 576 floats stay in the
-/// second cache level.
-const KEYS: usize = 64;
 
 /// Buffers of one batch, kept between layers.
 #[derive(Default)]
@@ -68,12 +63,13 @@ pub struct Scratch {
 
 impl Scratch {
     /// Bytes at most, for batches of `rows` in a context of `ctx_tokens`.
-    pub fn bytes(c: &Config, ctx_tokens: usize, rows: usize, threads: usize) -> usize {
+    pub fn bytes(c: &Config, rows: usize, threads: usize) -> usize {
         let (kv_dim, context) = (c.kv_lora_rank + c.qk_rope_head_dim, c.num_heads * c.v_head_dim);
         let row = 2 * c.q_lora_rank + c.num_heads * c.qk_head_dim() + kv_dim + 2 * context;
         let pairs = (HEADS * QUERIES_MAX.min(rows)).max(HEADS_MAX);
         let padded = kv_dim.next_multiple_of(LANES) + c.kv_lora_rank.next_multiple_of(LANES);
-        let scores = (HEADS * ctx_tokens).max(SCORES_MAX.min(pairs * ctx_tokens));
+        // A running softmax is two floats.
+        let scores = HEADS_MAX * KEYS + 2 * pairs;
         // K of one head, decoded, with its scales.
         let decoded = c.qk_nope_head_dim * (c.kv_lora_rank + LANES).next_multiple_of(BLOCK);
         let worker = 4 * (pairs * padded + scores + 2 * decoded)
@@ -86,11 +82,10 @@ impl Scratch {
     }
 }
 
-/// Heads that one thread works on together, for `rows` positions that see up to `keys` keys: few
-/// positions leave room for more heads, which share what is read of the cache. All threads get
-/// equally many.
-fn heads_together(heads: usize, rows: usize, keys: usize, threads: usize) -> usize {
-    let most = (HEADS * QUERIES_MAX / rows).min(SCORES_MAX / keys).clamp(HEADS, HEADS_MAX);
+/// Heads that one thread works on together: few positions leave room for more heads, which share
+/// what is read of the cache. All threads get equally many.
+fn heads_together(heads: usize, rows: usize, threads: usize) -> usize {
+    let most = (HEADS * QUERIES_MAX / rows).clamp(HEADS, HEADS_MAX);
     let turns = heads.div_ceil(most * threads);
     heads.div_ceil(turns * threads)
 }
@@ -100,8 +95,10 @@ fn heads_together(heads: usize, rows: usize, keys: usize, threads: usize) -> usi
 struct Worker {
     /// `[T, heads, kv_lora+rope]`: q̃, then q_rope
     absorbed: Vec<[f32; LANES]>,
-    /// `[T, heads, keys]`
+    /// `[heads, KEYS]`
     scores: Vec<f32>,
+    /// `[T, heads]`
+    softmaxes: Vec<RunningSoftmax>,
     /// `[T, heads, kv_lora]`: Σ p · latent
     mixed: Vec<[f32; LANES]>,
     mixed_input: Activations,
@@ -262,16 +259,16 @@ pub fn attend(
         queries,
     };
     let contexts = fit(contexts, heads * rows * v_dim, 0.0);
-    let (keys_max, threads) = (kv.keys_max(config), compute.pool.threads());
-    let group = heads_together(heads, rows, keys_max, threads);
+    let threads = compute.pool.threads();
+    let group = heads_together(heads, rows, threads);
     cuts.clear();
     cuts.extend((0..heads).step_by(group).chain([heads]).map(|head| head * rows * v_dim));
     workers.resize_with(threads, Worker::default);
-    let group_most = heads_together(heads, 1, keys_max, threads);
+    let group_most = heads_together(heads, 1, threads);
     workers.iter_mut().for_each(|worker| step.reserve(group_most, worker));
     // Absorbing and expanding, and scores and sums over the keys, of one head and position.
     let weights_macs = (config.qk_nope_head_dim + v_dim) * config.kv_lora_rank;
-    let keys = keys_max.min(batch.first + rows);
+    let keys = kv.keys_max(config).min(batch.first + rows);
     let macs = rows * heads * (weights_macs + 2 * keys * config.kv_lora_rank);
     compute.pool.share(macs, contexts, cuts, workers, |part, out, worker| {
         let first = part * group;
@@ -295,16 +292,17 @@ pub fn attend(
 }
 
 impl Attending<'_> {
-    /// Makes room for one position and all keys that any may see: a decode allocates nothing later
-    /// on, however long its context grows and whichever thread takes a part.
+    /// Makes room for one position: a decode allocates nothing later on, however long its context
+    /// grows and whichever thread takes a part.
     fn reserve(&self, group: usize, worker: &mut Worker) {
-        let (c, keys) = (self.config, self.kv.keys_max(self.config));
+        let c = self.config;
         let (_, chunks) = self.kv.latents(self.batch.layer);
         reserve(&mut worker.absorbed, group * chunks);
-        reserve(&mut worker.scores, group * keys);
+        reserve(&mut worker.scores, group * KEYS);
+        reserve(&mut worker.softmaxes, group);
         reserve(&mut worker.mixed, group * chunks);
         reserve(&mut worker.tokens, 1);
-        worker.tiles.reserve([c.qk_nope_head_dim, c.kv_lora_rank], KEYS.min(keys));
+        worker.tiles.reserve([c.qk_nope_head_dim, c.kv_lora_rank], KEYS);
         let forms = Forms::of_rows(1).and(self.kv_b.format);
         worker.mixed_input.reshape(1, c.kv_lora_rank, forms);
     }
@@ -312,10 +310,8 @@ impl Attending<'_> {
     /// Contexts of the heads `first … end` for all positions, into `out [heads, T, v]`.
     fn heads(&self, [first, end]: [usize; 2], out: &mut [f32], worker: &mut Worker) {
         let (rows, v_dim) = (self.batch.angles.len(), self.config.v_head_dim);
-        let keys_most = (0..rows).map(|t| self.key_count(t)).max().unwrap_or(0);
-        let most = (SCORES_MAX / ((end - first) * keys_most)).clamp(1, QUERIES_MAX);
-        for t in (0..rows).step_by(most) {
-            let count = most.min(rows - t);
+        for t in (0..rows).step_by(QUERIES_MAX) {
+            let count = QUERIES_MAX.min(rows - t);
             self.absorb_queries([first, end], t, count, worker);
             self.mix_latents(end - first, t, count, worker);
             for (i, out) in out.chunks_exact_mut(rows * v_dim).enumerate() {
@@ -369,47 +365,45 @@ impl Attending<'_> {
         let (rows, chunks) = self.kv.latents(self.batch.layer);
         let latent_chunks = self.config.kv_lora_rank.div_ceil(LANES);
         let scale = 1.0 / (self.config.qk_head_dim() as f32).sqrt();
-        let Worker { absorbed, scores, mixed, tiles, .. } = worker;
-        let counts = |i: usize| self.key_count(t + i);
-        let keys = |i: usize| Keys { rows, chunks, positions: self.selection.kept(t + i) };
-        let stride = (0..count).map(counts).max().unwrap_or(0);
-        let (scores_of, mixed_of) = (group * stride, group * latent_chunks);
-        let scores = fit(scores, count * scores_of, 0.0);
-        let mixed = fit(mixed, count * mixed_of, [0.0; LANES]);
+        let Worker { absorbed, scores, softmaxes, mixed, tiles, .. } = worker;
+        let scores = fit(scores, group * KEYS, 0.0);
+        let softmaxes = fit(softmaxes, count * group, RunningSoftmax::EMPTY);
+        softmaxes.fill(RunningSoftmax::EMPTY);
+        let mixed = fit(mixed, count * group * latent_chunks, [0.0; LANES]);
         mixed.fill([0.0; LANES]);
-        // Queries take turns at a few keys: mostly they see the same.
-        let step = KEYS;
-        let ranges = |i: usize, first: usize| first..counts(i).min(first + step);
-        for first in (0..stride).step_by(step) {
-            for (i, scores) in scores.chunks_exact_mut(scores_of).enumerate() {
-                let (keys, range) = (keys(i), ranges(i, first));
-                if !range.is_empty() {
-                    let queries = &absorbed[i * group * chunks..(i + 1) * group * chunks];
-                    let scratch = &mut *tiles;
-                    self.arithmetic.run(Scores {
-                        queries,
-                        keys,
-                        range,
-                        scale,
-                        scores,
-                        stride,
-                        scratch,
-                    });
+        let keys_most = (t..t + count).map(|t| self.key_count(t)).max().unwrap_or(0);
+        // Queries take turns at a block of keys: mostly they see the same.
+        for first in (0..keys_most).step_by(KEYS) {
+            let each = mixed.chunks_exact_mut(group * latent_chunks);
+            let each = each.zip(softmaxes.chunks_exact_mut(group)).enumerate();
+            for (i, (out, softmaxes)) in each {
+                let range = first..self.key_count(t + i).min(first + KEYS);
+                if range.is_empty() {
+                    continue;
                 }
+                let keys = Keys { rows, chunks, positions: self.selection.kept(t + i) };
+                let (stride, prefetch) = (KEYS, count == 1);
+                let queries = &absorbed[i * group * chunks..(i + 1) * group * chunks];
+                let (range_, scratch) = (range.clone(), &mut *tiles);
+                self.arithmetic.run(Scores {
+                    queries,
+                    keys,
+                    range: range_,
+                    scale,
+                    scores,
+                    stride,
+                    prefetch,
+                    scratch,
+                });
+                let (count, mixed) = (range.len(), &mut *out);
+                self.arithmetic.run(SoftmaxBlock { scores, count, softmaxes, mixed });
+                let (weights, chunks) = (&*scores, latent_chunks);
+                self.arithmetic.run(Mix { weights, stride, keys, range, out, chunks });
             }
         }
-        for (i, scores) in scores.chunks_exact_mut(scores_of).enumerate() {
-            self.arithmetic.run(Softmax { scores, stride, count: counts(i) });
-        }
-        for first in (0..stride).step_by(step) {
-            for (i, out) in mixed.chunks_exact_mut(mixed_of).enumerate() {
-                let (keys, range) = (keys(i), ranges(i, first));
-                if !range.is_empty() {
-                    let weights = &scores[i * scores_of..(i + 1) * scores_of];
-                    let chunks = latent_chunks;
-                    self.arithmetic.run(Mix { weights, stride, keys, range, out, chunks });
-                }
-            }
+        for (mixed, softmax) in mixed.chunks_exact_mut(latent_chunks).zip(softmaxes) {
+            let factor = 1.0 / softmax.sum;
+            mixed.as_flattened_mut().iter_mut().for_each(|x| *x *= factor);
         }
     }
 

@@ -220,6 +220,7 @@ fn score_keys(
             scale,
             scores: dots,
             stride: count,
+            prefetch: false,
             scratch: &mut worker.tiles,
         });
         let weights = &raw.head_weights[t * heads..(t + 1) * heads];

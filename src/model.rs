@@ -103,7 +103,7 @@ impl Scratch {
         let widest = c.intermediate_size.max(c.num_heads * c.v_head_dim).max(c.hidden_size);
         4 * (rows * row + slab + logits_rows + SAMPLER_ROWS * c.vocab_size)
             + Activations::bytes(rows, c.hidden_size)
-            + attention::Scratch::bytes(c, ctx_tokens, rows, threads)
+            + attention::Scratch::bytes(c, rows, threads)
             + indexer::Scratch::bytes(c, ctx_tokens, rows, threads)
             + moe::Scratch::bytes(c, rows)
             + threads * tiles::Scratch::bytes(widest)

@@ -10,7 +10,8 @@
 
 use colibri::cpu::Isa;
 use colibri::kernels::attention::{Absorb, Keys, Mix, Scores};
-use colibri::kernels::elementwise::{Axpy, Gate, IndexScores, Norm, Sigmoid, Softmax};
+use colibri::kernels::elementwise::{Axpy, Gate, IndexScores, Norm, Sigmoid, SoftmaxBlock};
+use colibri::kernels::scalar::{KEYS, RunningSoftmax};
 use colibri::kernels::tiles::{ProductPart, Scratch};
 use colibri::kernels::{Activations, Arithmetic, Forms};
 use colibri::ops::prepare_here;
@@ -367,8 +368,8 @@ fn scores_are_float_dots_of_the_keys_asked_for() {
             let stride = keys + 3;
             let mut want = vec![7.5; heads * stride];
             for (h, query) in queries.chunks_exact(width * 16).enumerate() {
-                for i in range.clone() {
-                    want[h * stride + i] = naive_dot(query, key(i)) * 0.3;
+                for (i, at) in range.clone().enumerate() {
+                    want[h * stride + i] = naive_dot(query, key(at)) * 0.3;
                 }
             }
             for arithmetic in available() {
@@ -380,6 +381,7 @@ fn scores_are_float_dots_of_the_keys_asked_for() {
                     scale: 0.3,
                     scores: &mut scores,
                     stride,
+                    prefetch: keys % 2 == 0,
                     scratch: &mut scratch,
                 });
                 let isa = arithmetic.isa();
@@ -405,8 +407,8 @@ fn mixes_add_the_keys_ascending() {
             let mut want = before.clone();
             for (at, sum) in want.iter_mut().enumerate() {
                 let (h, column) = (at / (mixed * 16), at % (mixed * 16));
-                for i in range.clone() {
-                    let position = positions.map_or(i, |positions| positions[i] as usize);
+                for (i, at) in range.clone().enumerate() {
+                    let position = positions.map_or(at, |positions| positions[at] as usize);
                     let value = rows[position * width * 16 + column];
                     *sum = weights[h * stride + i].mul_add(value, *sum);
                 }
@@ -430,12 +432,27 @@ fn mixes_add_the_keys_ascending() {
     }
 }
 
+/// Weights, factors of what came before, and sum of a softmax in blocks.
+fn softmax_blocks(arithmetic: Arithmetic, scores: &[f32]) -> Vec<f32> {
+    let (mut out, mut softmaxes) = (Vec::new(), [RunningSoftmax::EMPTY]);
+    for block in scores.chunks(KEYS) {
+        let (mut scores, mut mixed) = ([7.5; KEYS], [[1.0; 16]]);
+        scores[..block.len()].copy_from_slice(block);
+        let (count, softmaxes) = (block.len(), &mut softmaxes[..]);
+        arithmetic.run(SoftmaxBlock { scores: &mut scores, count, softmaxes, mixed: &mut mixed });
+        out.extend_from_slice(&scores);
+        out.extend_from_slice(&mixed[0]);
+    }
+    out.extend([softmaxes[0].max, softmaxes[0].sum]);
+    out
+}
+
 /// What each elementwise kernel makes of the same two rows of random data.
 fn elementwise(arithmetic: Arithmetic, a: &[f32], b: &[f32]) -> [(&'static str, Vec<f32>); 6] {
     let n = a.len();
-    let (mut softmax, mut gate, mut norm) = (b.to_vec(), a.to_vec(), vec![0.0; n]);
+    let (mut gate, mut norm) = (a.to_vec(), vec![0.0; n]);
     let (mut sigmoid, mut axpy, mut index) = (a.to_vec(), b.to_vec(), vec![7.5; n]);
-    arithmetic.run(Softmax { scores: &mut softmax, stride: n, count: n - n / 8 });
+    let softmax = softmax_blocks(arithmetic, b);
     arithmetic.run(Gate { gate: &mut gate, up: b });
     arithmetic.run(Norm { x: a, weight: b, eps: 1e-5, out: &mut norm });
     arithmetic.run(Sigmoid { x: &mut sigmoid });
@@ -510,9 +527,8 @@ fn values_that_are_not_finite_stay_visible_in_every_other_kernel() {
                 |name: &str| format!("seed {seed}: {name}, {bad} at {at}, {}", arithmetic.isa());
             let (one, mut x) = ([1.0; 37], random.floats(37));
             x[at] = bad;
-            let mut scores = x.clone();
-            arithmetic.run(Softmax { scores: &mut scores, stride: 37, count: 37 });
-            assert_none_is_finite(&scores, &case("softmax"));
+            let sum = softmax_blocks(arithmetic, &[&x[..], &one].concat()).pop();
+            assert_none_is_finite(&[sum.unwrap()], &case("softmax"));
             let mut out = [0.0; 37];
             arithmetic.run(Norm { x: &x, weight: &one, eps: 1e-5, out: &mut out });
             assert_none_is_finite(&out, &case("norm"));

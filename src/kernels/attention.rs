@@ -51,7 +51,7 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// scores[h, i] = (query[h] · key[i]) · scale for the keys `range`.
+/// scores[h, i] = (query[h] · key[range.start + i]) · scale for the keys `range`.
 pub struct Scores<'a> {
     /// `[H, chunks]`
     pub queries: &'a [[f32; LANES]],
@@ -65,6 +65,8 @@ pub struct Scores<'a> {
     pub scores: &'a mut [f32],
     /// Keys that `scores` has room for.
     pub stride: usize,
+    /// Whether to ask memory for the keys behind the range, as many as it has.
+    pub prefetch: bool,
     /// Buffers.
     pub scratch: &'a mut Scratch,
 }
@@ -75,25 +77,25 @@ impl Kernel for Scores<'_> {
     fn scalar(self) {
         let Scores { queries, keys, range, scale, scores, stride, .. } = self;
         for (query, scores) in queries.chunks_exact(keys.chunks).zip(scores.chunks_mut(stride)) {
-            for i in range.clone() {
+            for (score, i) in scores.iter_mut().zip(range.clone()) {
                 let key = keys.row(i).as_flattened();
-                scores[i] = scalar::dot(query.as_flattened(), key) * scale;
+                *score = scalar::dot(query.as_flattened(), key) * scale;
             }
         }
     }
 
     #[inline(always)]
     fn vector<S: Simd>(self, simd: S) {
-        let Scores { queries, keys, range, scale, scores, stride, scratch } = self;
+        let Scores { queries, keys, range, scale, scores, stride, prefetch, scratch } = self;
         let (chunks, first) = (keys.chunks, range.start);
         let shape = [range.len(), queries.len() / chunks];
         let dots = FloatDots {
             row: |i: usize| keys.row(first + i),
-            ahead: |i: usize| keys.get(first + i + shape[0]),
+            ahead: |i: usize| prefetch.then(|| keys.get(first + i + shape[0])).flatten(),
             token: |h: usize| &queries[h * chunks..(h + 1) * chunks],
         };
         squares(simd, &dots, shape, chunks, &mut scratch.sums, |h, i, sums| {
-            let scores = &mut scores[h * stride + first + i..];
+            let scores = &mut scores[h * stride + i..];
             for (score, sum) in scores.iter_mut().zip(sums) {
                 *score = sum * scale;
             }
@@ -101,7 +103,7 @@ impl Kernel for Scores<'_> {
     }
 }
 
-/// out[h] += Σ_i weights[h, i] · key[i] over the keys `range`, ascending.
+/// out[h] += Σ_i weights[h, i] · key[range.start + i] over the keys `range`, ascending.
 pub struct Mix<'a> {
     /// `[H, stride]`
     pub weights: &'a [f32],
@@ -124,16 +126,15 @@ impl Kernel for Mix<'_> {
         let Mix { weights, stride, keys, range, out, chunks } = self;
         for (out, weights) in out.chunks_exact_mut(chunks).zip(weights.chunks(stride)) {
             let row = |i: usize| keys.row(range.start + i).as_flattened();
-            scalar::mix(&weights[range.clone()], row, out.as_flattened_mut());
+            scalar::mix(&weights[..range.len()], row, out.as_flattened_mut());
         }
     }
 
     #[inline(always)]
     fn vector<S: Simd>(self, simd: S) {
         let Mix { weights, stride, keys, range, out, chunks } = self;
-        let ahead = |i: usize| keys.get(i + range.len());
-        let row = |i: usize| keys.row(i);
-        mix_rows(simd, (row, ahead), &Table { weights, stride }, range.clone(), out, chunks);
+        let row = |i: usize| keys.row(range.start + i);
+        mix_rows(simd, row, &Table { weights, stride }, range.len(), out, chunks);
     }
 }
 
@@ -172,17 +173,13 @@ impl<S: Simd> Weights<S> for ScaledTable<'_> {
     }
 }
 
-/// Chunks of 16 floats.
-type Row<'a> = &'a [[f32; LANES]];
-
-/// out[h] += Σ_i weight(h, i, block of 8 chunks) · row(i), i ascending, in squares of registers.
-/// The second of `rows` is what to ask memory for while row i is used for the first time.
+/// out[h] += Σ weight(h, i, block of 8 chunks) · row(i), i = 0 … count − 1, in squares of registers.
 #[inline(always)]
 fn mix_rows<'a, S: Simd>(
     simd: S,
-    rows: (impl Fn(usize) -> Row<'a> + Copy, impl Fn(usize) -> Option<Row<'a>> + Copy),
+    row: impl Fn(usize) -> &'a [[f32; LANES]] + Copy,
     weights: &impl Weights<S>,
-    range: Range<usize>,
+    count: usize,
     out: &mut [[f32; LANES]],
     chunks: usize,
 ) {
@@ -194,15 +191,15 @@ fn mix_rows<'a, S: Simd>(
         let mut chunk = 0;
         while chunk < chunks {
             let wide = if chunks - chunk >= width { width } else { 1 };
-            let (at, range) = ([head, chunk], range.clone());
+            let at = [head, chunk];
             match (high, wide) {
-                (4, 4) => mix_square::<S, 4, 4>(simd, rows, weights, range, out, chunks, at),
-                (4, _) => mix_square::<S, 4, 1>(simd, rows, weights, range, out, chunks, at),
-                (2, 2) => mix_square::<S, 2, 2>(simd, rows, weights, range, out, chunks, at),
-                (2, _) => mix_square::<S, 2, 1>(simd, rows, weights, range, out, chunks, at),
-                (_, 4) => mix_square::<S, 1, 4>(simd, rows, weights, range, out, chunks, at),
-                (_, 2) => mix_square::<S, 1, 2>(simd, rows, weights, range, out, chunks, at),
-                _ => mix_square::<S, 1, 1>(simd, rows, weights, range, out, chunks, at),
+                (4, 4) => mix_square::<S, 4, 4>(simd, row, weights, count, out, chunks, at),
+                (4, _) => mix_square::<S, 4, 1>(simd, row, weights, count, out, chunks, at),
+                (2, 2) => mix_square::<S, 2, 2>(simd, row, weights, count, out, chunks, at),
+                (2, _) => mix_square::<S, 2, 1>(simd, row, weights, count, out, chunks, at),
+                (_, 4) => mix_square::<S, 1, 4>(simd, row, weights, count, out, chunks, at),
+                (_, 2) => mix_square::<S, 1, 2>(simd, row, weights, count, out, chunks, at),
+                _ => mix_square::<S, 1, 1>(simd, row, weights, count, out, chunks, at),
             }
             chunk += wide;
         }
@@ -214,9 +211,9 @@ fn mix_rows<'a, S: Simd>(
 #[inline(always)]
 fn mix_square<'a, S: Simd, const H: usize, const C: usize>(
     simd: S,
-    (row, ahead): (impl Fn(usize) -> Row<'a>, impl Fn(usize) -> Option<Row<'a>>),
+    row: impl Fn(usize) -> &'a [[f32; LANES]],
     weights: &impl Weights<S>,
-    range: Range<usize>,
+    count: usize,
     out: &mut [[f32; LANES]],
     chunks: usize,
     [head, chunk]: [usize; 2],
@@ -228,12 +225,7 @@ fn mix_square<'a, S: Simd, const H: usize, const C: usize>(
             sums[h][c] = simd.load(&out[at(h, c)]);
         }
     }
-    for i in range {
-        if head == 0
-            && let Some(ahead) = ahead(i)
-        {
-            ahead[chunk..chunk + C].iter().for_each(|line| simd.prefetch(line.as_ptr().cast()));
-        }
+    for i in 0..count {
         let row = &row(i)[chunk..chunk + C];
         let mut values = [simd.splat(0.0); C];
         for c in 0..C {
@@ -385,7 +377,7 @@ fn absorb_several<S: Simd, C: Code>(simd: S, groups: Option<&Groups<'_>>, part: 
     let table = Table { weights: queries, stride: *query_stride };
     let weights = ScaledTable { table, scales, blocks };
     let row = |j: usize| &floats[j * chunks..(j + 1) * chunks];
-    mix_rows(simd, (row, |_| None), &weights, 0..*nope, &mut sums[..*count * chunks], chunks);
+    mix_rows(simd, row, &weights, *nope, &mut sums[..*count * chunks], chunks);
 }
 
 /// The scales of block `b` of a row, one per lane; `SCALING` says whose scales there are.
@@ -509,7 +501,7 @@ fn absorb_floats<S: Simd, C: FloatCode>(simd: S, part: Absorb<'_>) {
     sums.fill([0.0; LANES]);
     let weights = Table { weights: queries, stride: query_stride };
     let row = |j: usize| &floats[j * chunks..(j + 1) * chunks];
-    mix_rows(simd, (row, |_| None), &weights, 0..nope, sums, chunks);
+    mix_rows(simd, row, &weights, nope, sums, chunks);
     for (t, sums) in sums.chunks_exact(chunks).enumerate() {
         let out = &mut out[t * out_stride..][..matrix.cols];
         out.copy_from_slice(&sums.as_flattened()[..out.len()]);

@@ -5,7 +5,7 @@
 
 use super::Kernel;
 use super::activations::{Block, Order, quantize_row};
-use super::scalar::{LANES, axpy, sigmoid, silu, softmax};
+use super::scalar::{KEYS, LANES, RunningSoftmax, axpy, sigmoid, silu};
 use super::simd::Simd;
 
 /// Defines a kernel from its fields and the one body that serves both forms.
@@ -37,18 +37,26 @@ macro_rules! elementwise {
 }
 
 elementwise! {
-    /// scores = softmax of each row of `[rows, stride]`, of which the first `count` are scores.
-    Softmax {
-        /// Scores in, probabilities out.
+    /// [`RunningSoftmax::add`] for each row of `[H, KEYS]`, of which the first `count` are scores;
+    /// scales the row's results so far.
+    SoftmaxBlock {
+        /// Scores in, weights out.
         scores: &'a mut [f32],
-        /// Floats from one row to the next.
-        stride: usize,
         /// Scores of a row.
         count: usize,
+        /// `[H]`
+        softmaxes: &'a mut [RunningSoftmax],
+        /// `[H, chunks]`, what was mixed so far
+        mixed: &'a mut [[f32; LANES]],
     }
     {
-        for row in scores.chunks_mut(stride) {
-            softmax(&mut row[..count]);
+        let chunks = mixed.len() / softmaxes.len();
+        let rows = scores.chunks_mut(KEYS).zip(mixed.chunks_mut(chunks));
+        for ((scores, mixed), softmax) in rows.zip(softmaxes) {
+            let factor = softmax.add(&mut scores[..count]);
+            if factor != 1.0 {
+                mixed.as_flattened_mut().iter_mut().for_each(|x| *x *= factor);
+            }
         }
     }
 }

@@ -3,7 +3,8 @@
 //! * [`dot`], [`quantized_dot`], [`absorb`], [`mix`]: the sums; see the parent module.
 //! * [`exp`], [`sigmoid`], [`silu`], [`sin_cos`]: own polynomials with a fixed operation order,
 //!   because libm differs between systems.
-//! * [`softmax`]: maximum, exponentials, their sum over 16 lanes, one division each.
+//! * [`RunningSoftmax`]: blocks of 64 scores; maximum so far, exponentials, their sum over 16
+//!   lanes; what came before is scaled when the maximum grows; one division at the end.
 //! * [`axpy`], [`add`]: one operation per element; a sum of many is their sequence.
 //!
 //! Loops over elements are written without branches, so that the compiler can vectorize them for
@@ -221,34 +222,53 @@ pub fn inverse_root(square_sum: f32, n: usize, eps: f32) -> f32 {
     if square_sum.is_finite() { 1.0 / (square_sum / n as f32 + eps).sqrt() } else { f32::NAN }
 }
 
-/// Turns scores into probabilities in place: e^(s − max), divided by their sum, which is taken
-/// like that of a dot product: 16 lanes, then the tree.
-///
-/// An empty slice stays empty. Non-finite scores give non-finite results: callers check.
-#[inline(always)]
-pub fn softmax(scores: &mut [f32]) {
-    let larger = |max: f32, score: f32| if score > max { score } else { max };
-    let mut maxima = [f32::NEG_INFINITY; LANES];
-    let (chunks, tail) = scores.as_chunks::<LANES>();
-    for chunk in chunks {
-        maxima = std::array::from_fn(|l| larger(maxima[l], chunk[l]));
-    }
-    let max = maxima.iter().chain(tail).fold(f32::NEG_INFINITY, |max, score| larger(max, *score));
-    let mut sums = [0.0f32; LANES];
-    let (chunks, tail) = scores.as_chunks_mut::<LANES>();
-    for chunk in chunks {
-        for (score, sum) in chunk.iter_mut().zip(&mut sums) {
+/// A softmax whose scores come a block at a time, each block of [`KEYS`] of them but the last.
+#[derive(Clone, Copy)]
+pub struct RunningSoftmax {
+    /// Largest score so far.
+    pub max: f32,
+    /// Σ e^(score − max) so far.
+    pub sum: f32,
+}
+
+/// Scores of one block: so many rows of 576 floats stay in the second cache level while several
+/// queries see them.
+pub const KEYS: usize = 64;
+
+impl RunningSoftmax {
+    /// Before the first score.
+    pub const EMPTY: RunningSoftmax = RunningSoftmax { max: f32::NEG_INFINITY, sum: 0.0 };
+
+    /// Turns the scores of a block into e^(s − max) in place and adds them up like a dot product:
+    /// 16 lanes, then the tree. Returns e^(former max − max), by which the sum was scaled and by
+    /// which all that earlier blocks gave must be.
+    ///
+    /// A NaN or +∞ among the scores makes the sum NaN for good: callers check.
+    #[inline(always)]
+    pub fn add(&mut self, scores: &mut [f32]) -> f32 {
+        let larger = |max: f32, score: f32| if score > max { score } else { max };
+        let mut maxima = [f32::NEG_INFINITY; LANES];
+        let (chunks, tail) = scores.as_chunks::<LANES>();
+        for chunk in chunks {
+            maxima = std::array::from_fn(|l| larger(maxima[l], chunk[l]));
+        }
+        let max = maxima.iter().chain(tail).fold(self.max, |max, score| larger(max, *score));
+        let mut sums = [0.0f32; LANES];
+        let (chunks, tail) = scores.as_chunks_mut::<LANES>();
+        for chunk in chunks {
+            for (score, sum) in chunk.iter_mut().zip(&mut sums) {
+                *score = exp(*score - max);
+                *sum += *score;
+            }
+        }
+        for (score, sum) in tail.iter_mut().zip(&mut sums) {
             *score = exp(*score - max);
             *sum += *score;
         }
-    }
-    for (score, sum) in tail.iter_mut().zip(&mut sums) {
-        *score = exp(*score - max);
-        *sum += *score;
-    }
-    let sum = lane_sum(sums);
-    for score in scores.iter_mut() {
-        *score /= sum;
+        let factor = exp(self.max - max);
+        self.sum = self.sum.mul_add(factor, lane_sum(sums));
+        self.max = max;
+        factor
     }
 }
 
@@ -319,13 +339,21 @@ mod tests {
         }
     }
 
+    /// e¹, e³, e⁻¹⁰⁰⁰ and e² over their sum, however they are cut.
     #[test]
-    fn softmax_sums_to_one_and_orders_as_its_scores() {
-        let mut scores = [1.0f32, 3.0, -1000.0, 2.0];
-        softmax(&mut scores);
+    fn softmax_is_that_of_all_scores_in_blocks_of_any_size() {
         let want = [0.090_030_57, 0.665_240_94, 0.0, 0.244_728_47];
-        for (got, want) in scores.iter().zip(want) {
-            assert!((got - want).abs() < 1e-6);
+        for block in 1..=4 {
+            let (mut softmax, mut weights) = (RunningSoftmax::EMPTY, Vec::new());
+            for scores in [1.0f32, 3.0, -1000.0, 2.0].chunks_mut(block) {
+                let factor = softmax.add(scores);
+                weights.iter_mut().for_each(|weight: &mut f32| *weight *= factor);
+                weights.extend_from_slice(scores);
+            }
+            for (weight, want) in weights.iter().zip(want) {
+                assert!((weight / softmax.sum - want).abs() < 1e-6);
+            }
+            assert_eq!(softmax.max, 3.0);
         }
     }
 }
