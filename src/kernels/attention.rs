@@ -89,7 +89,7 @@ impl Kernel for Scores<'_> {
         let Scores { queries, keys, range, scale, scores, stride, prefetch, scratch } = self;
         let (chunks, first) = (keys.chunks, range.start);
         let shape = [range.len(), queries.len() / chunks];
-        let dots = FloatDots {
+        let dots = FloatDots::<_, _, _, true> {
             row: |i: usize| keys.row(first + i),
             ahead: |i: usize| prefetch.then(|| keys.get(first + i + shape[0])).flatten(),
             token: |h: usize| &queries[h * chunks..(h + 1) * chunks],

@@ -593,7 +593,7 @@ fn floats<S: Simd, C: FloatCode>(simd: S, part: ProductPart<'_>) {
     for tile in tiles(rows.clone(), chunks * size_of::<[f32; LANES]>()) {
         decode_floats::<S, C>(simd, &matrix, tile.clone(), &mut scratch.floats);
         let Scratch { floats, sums, .. } = scratch;
-        let dots = FloatDots {
+        let dots = FloatDots::<_, _, _, false> {
             row: |r: usize| &floats[r * chunks..(r + 1) * chunks],
             ahead: |_| None,
             token: |t: usize| x.floats(tokens[t] as usize),
@@ -644,16 +644,17 @@ fn each_chunk<S: Simd, C: FloatCode>(
 }
 
 /// Rows of floats times rows of floats.
-pub(super) struct FloatDots<R, T, A> {
+pub(super) struct FloatDots<R, T, A, const AHEAD: bool> {
     /// Row r, in chunks of 16
     pub(super) row: R,
-    /// What to ask memory for while row r is used for the first time
+    /// What to ask memory for while row r is used for the first time; only looked at with `AHEAD`
     pub(super) ahead: A,
     /// Activation row t
     pub(super) token: T,
 }
 
-impl<'a, S: Simd, Row, Token, Ahead> Dots<S> for FloatDots<Row, Token, Ahead>
+impl<'a, S: Simd, Row, Token, Ahead, const AHEAD: bool> Dots<S>
+    for FloatDots<Row, Token, Ahead, AHEAD>
 where
     Row: Fn(usize) -> &'a [[f32; LANES]],
     Ahead: Fn(usize) -> Option<&'a [[f32; LANES]]>,
@@ -674,16 +675,23 @@ where
         let (mut w, mut x) = ([&[][..]; R], [&[][..]; T]);
         for (r, w) in w.iter_mut().enumerate() {
             *w = &(self.row)(row + r)[segment.clone()];
-            if token == 0
-                && let Some(ahead) = (self.ahead)(row + r)
-            {
-                ahead[segment.clone()].iter().for_each(|line| simd.prefetch(line.as_ptr().cast()));
-            }
         }
         for (t, x) in x.iter_mut().enumerate() {
             *x = &(self.token)(token + t)[segment.clone()];
         }
+        // What is used next, a line at a time, while these rows are worked on for the first time.
+        let mut ahead = w;
+        if AHEAD && token == 0 {
+            for (r, ahead) in ahead.iter_mut().enumerate() {
+                *ahead = (self.ahead)(row + r).map_or(*ahead, |row| &row[segment.clone()]);
+            }
+        }
         for chunk in 0..segment.len() {
+            if AHEAD {
+                for ahead in ahead {
+                    simd.prefetch(ahead[chunk].as_ptr().cast());
+                }
+            }
             let mut values = [simd.splat(0.0); T];
             for t in 0..T {
                 values[t] = simd.load(&x[t][chunk]);
