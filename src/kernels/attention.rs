@@ -173,7 +173,8 @@ impl<S: Simd> Weights<S> for ScaledTable<'_> {
     }
 }
 
-/// out[h] += Σ weight(h, i, block of 8 chunks) · row(i), i = 0 … count − 1, in squares of registers.
+/// out[h] += Σ weight(h, i, block of 8 chunks) · row(i) over `count` rows, ascending, in squares of
+/// registers.
 #[inline(always)]
 fn mix_rows<'a, S: Simd>(
     simd: S,
