@@ -3,16 +3,22 @@
 //! One read call may return early (it is capped near 2 GiB, and signals interrupt it); the loop
 //! here goes on until the buffer is full. A file that ends too soon is its own error with file,
 //! tensor, offset, wanted and got: it is never reported as whatever the OS said last.
+//!
+//! A drive is fast only with many reads in flight: [`Readers`] are the threads that wait for it.
 
 #![forbid(unsafe_code)]
 
 use crate::bail;
 use crate::error::{Context, Result};
+use std::collections::VecDeque;
 use std::fmt::Display;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
 
 /// Something that can be read at an offset without moving a cursor.
 pub trait ReadAt {
@@ -55,6 +61,106 @@ pub fn read_exact_at(
         }
     }
     Ok(())
+}
+
+/// Threads that wait for the disk. Jobs start in the order in which they came; their results are
+/// taken in the order in which they ended.
+pub struct Readers<T> {
+    queue: Arc<Queue<T>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+type Job<T> = Box<dyn FnOnce() -> T + Send>;
+
+struct Queue<T> {
+    /// `None`: the threads are to end.
+    jobs: Mutex<Option<VecDeque<Job<T>>>>,
+    more: Condvar,
+    results: Mutex<VecDeque<thread::Result<T>>>,
+    ended: Condvar,
+}
+
+impl<T: Send + 'static> Readers<T> {
+    /// Starts `count` threads. Error: the system gives none.
+    pub fn new(count: usize) -> Result<Readers<T>> {
+        let queue = Arc::new(Queue {
+            jobs: Mutex::new(Some(VecDeque::new())),
+            more: Condvar::new(),
+            results: Mutex::default(),
+            ended: Condvar::new(),
+        });
+        let mut threads = Vec::new();
+        for i in 0..count {
+            let queue = Arc::clone(&queue);
+            let thread = thread::Builder::new().name(format!("coli-read-{i}"));
+            let started = thread.spawn(move || queue.work());
+            match started {
+                Ok(thread) => threads.push(thread),
+                Err(error) if threads.is_empty() => {
+                    bail!("cannot start a thread that reads: {error}");
+                }
+                Err(_) => break,
+            }
+        }
+        Ok(Readers { queue, threads })
+    }
+
+    /// Leaves a job to the threads.
+    pub fn submit(&self, job: impl FnOnce() -> T + Send + 'static) {
+        let mut jobs = lock(&self.queue.jobs);
+        jobs.as_mut().expect("threads run until the drop").push_back(Box::new(job));
+        self.queue.more.notify_one();
+    }
+
+    /// The result of a job that ended, if there is one. A job's panic goes on here.
+    pub fn try_take(&self) -> Option<T> {
+        let result = lock(&self.queue.results).pop_front()?;
+        Some(result.unwrap_or_else(|payload| resume_unwind(payload)))
+    }
+
+    /// The result of the next job that ends. The caller knows that there is one.
+    pub fn take(&self) -> T {
+        let mut results = lock(&self.queue.results);
+        loop {
+            if let Some(result) = results.pop_front() {
+                return result.unwrap_or_else(|payload| resume_unwind(payload));
+            }
+            results = self.queue.ended.wait(results).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<T> Queue<T> {
+    /// The life of one thread.
+    fn work(&self) {
+        let mut jobs = lock(&self.jobs);
+        while let Some(waiting) = &mut *jobs {
+            let Some(job) = waiting.pop_front() else {
+                jobs = self.more.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            drop(jobs);
+            let result = catch_unwind(AssertUnwindSafe(job));
+            lock(&self.results).push_back(result);
+            self.ended.notify_one();
+            jobs = lock(&self.jobs);
+        }
+    }
+}
+
+impl<T> Drop for Readers<T> {
+    fn drop(&mut self) {
+        *lock(&self.queue.jobs) = None;
+        self.queue.more.notify_all();
+        for thread in self.threads.drain(..) {
+            // Panics of jobs were caught; a thread has nothing else to report.
+            let _ = thread.join();
+        }
+    }
 }
 
 #[cfg(test)]

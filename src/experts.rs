@@ -5,15 +5,23 @@
 //! exactly its own size, and room is made before a read starts. One range also means large pages
 //! throughout, and experts that do not all start at the same distance from a page's edge. What is
 //! cached decides speed only; an expert's bytes are the same from cache and from disk.
+//!
+//! Reads happen behind the caller's back, several at a time: it asks for all that a layer wants,
+//! computes with what is present, and takes the others as they arrive.
 
 #![forbid(unsafe_code)]
 
 use crate::bail;
+use crate::disk::Readers;
 use crate::error::Result;
 use crate::quant::Encoded;
 use crate::safetensors::Directory;
-use crate::sys::Pages;
+use crate::sys::{Arena, Region};
 use crate::weights::{ExpertSource, MATRIX_ALIGN};
+use std::sync::Arc;
+
+/// Reads in flight. One expert is megabytes, which the system cuts into many requests.
+const READS_MAX: usize = 8;
 
 /// (layer, expert index)
 pub type ExpertId = (usize, usize);
@@ -41,19 +49,28 @@ pub struct Expert<'a> {
 
 struct Slot {
     id: ExpertId,
-    /// Where it lies in the arena.
-    start: usize,
+    /// `None` while it is being read.
+    memory: Option<Region>,
     bytes: usize,
     /// Value of the clock when it was last asked for.
     last_use: u64,
+    /// Asked for and not yet given up: it stays.
+    is_wanted: bool,
+}
+
+/// A read that ended.
+struct Arrival {
+    id: ExpertId,
+    memory: Region,
+    result: Result<()>,
 }
 
 /// All expert memory of the process.
 pub struct ExpertStore {
     /// Memory of the size of the budget; what was never used costs nothing.
-    arena: Pages,
+    arena: Arena,
+    readers: Readers<Arrival>,
     held_bytes: usize,
-    /// In the order of the arena.
     slots: Vec<Slot>,
     /// Per layer and expert the index of its slot.
     places: Vec<Vec<Option<u32>>>,
@@ -71,7 +88,8 @@ impl ExpertStore {
             );
         }
         Ok(ExpertStore {
-            arena: Pages::new(budget_bytes)?,
+            arena: Arena::new(budget_bytes)?,
+            readers: Readers::new(READS_MAX)?,
             held_bytes: 0,
             slots: Vec::new(),
             places: Vec::new(),
@@ -85,57 +103,99 @@ impl ExpertStore {
         self.counters
     }
 
-    /// Bytes of experts in memory now; never above the budget.
+    /// Bytes of experts in memory now, those being read included; never above the budget.
     pub fn held_bytes(&self) -> usize {
         self.held_bytes
     }
 
-    /// Brings the experts `wanted` of `layer` into memory, as many from the first on as fit
-    /// together, at least one; returns how many. `sources` has all experts of the layer.
-    ///
-    /// A failed read leaves the store without that expert and within its budget.
-    pub fn load(
+    /// Gives up all experts that were asked for: from now on they may be evicted.
+    pub fn give_up_all(&mut self) {
+        self.slots.iter_mut().for_each(|slot| slot.is_wanted = false);
+    }
+
+    /// Gives up some of a layer's.
+    pub fn give_up(&mut self, layer: usize, experts: &[u32]) {
+        for e in experts {
+            if let Some(place) = self.places[layer][*e as usize] {
+                self.slots[place as usize].is_wanted = false;
+            }
+        }
+    }
+
+    /// Asks for the experts `wanted` of `layer`, as many from the first on as fit beside all that
+    /// is wanted already; returns how many. Those that are absent are read from now on, and all of
+    /// them stay until they are given up. `sources` has all experts of the layer.
+    pub fn ask(
         &mut self,
-        directory: &Directory,
+        directory: &Arc<Directory>,
         layer: usize,
         wanted: &[u32],
-        sources: &[ExpertSource],
-    ) -> Result<usize> {
+        sources: &Arc<[ExpertSource]>,
+    ) -> usize {
         if self.places.len() <= layer {
             self.places.resize_with(layer + 1, Vec::new);
         }
         if self.places[layer].len() < sources.len() {
             self.places[layer].resize(sources.len(), None);
         }
-        let begin = self.clock;
         for (count, e) in wanted.iter().map(|e| *e as usize).enumerate() {
-            self.clock += 1;
             if let Some(place) = self.places[layer][e] {
-                self.slots[place as usize].last_use = self.clock;
-                self.counters.hits += 1;
+                let slot = &mut self.slots[place as usize];
+                self.counters.hits += !slot.is_wanted as u64;
+                self.clock += 1;
+                (slot.last_use, slot.is_wanted) = (self.clock, true);
                 continue;
             }
             let bytes = sources[e].bytes();
-            let Some((place, start)) = self.make_room(bytes, begin) else {
-                assert!(count > 0, "the largest expert fits the budget");
-                return Ok(count);
-            };
-            read(directory, &sources[e], &mut self.arena[start..start + bytes])?;
+            let Some(mut memory) = self.make_room(bytes) else { return count };
+            self.clock += 1;
             self.held_bytes += bytes;
             self.counters.misses += 1;
             self.counters.bytes_read += bytes as u64;
-            let slot = Slot { id: (layer, e), start, bytes, last_use: self.clock };
-            self.slots.insert(place, slot);
-            self.renumber(place);
+            let (id, last_use) = ((layer, e), self.clock);
+            self.places[layer][e] = Some(self.slots.len() as u32);
+            self.slots.push(Slot { id, memory: None, bytes, last_use, is_wanted: true });
+            let (directory, sources) = (Arc::clone(directory), Arc::clone(sources));
+            self.readers.submit(move || {
+                let result = read(&directory, &sources[e], &mut memory);
+                Arrival { id, memory, result }
+            });
         }
-        Ok(wanted.len())
+        wanted.len()
     }
 
-    /// The expert `id`, which must have been loaded; `source` is where it came from.
+    /// Takes what has been read since; with `wait`, waits for one more read, of which there must
+    /// be some. Error: a read of a wanted expert failed; the store is without it and goes on.
+    pub fn receive(&mut self, wait: bool) -> Result<()> {
+        let mut arrival = self.readers.try_take();
+        if arrival.is_none() && wait {
+            arrival = Some(self.readers.take());
+        }
+        while let Some(Arrival { id, memory, result }) = arrival {
+            let place = self.places[id.0][id.1].expect("what is being read has a slot") as usize;
+            match result {
+                Ok(()) => self.slots[place].memory = Some(memory),
+                Err(error) => {
+                    if self.remove(place).is_wanted {
+                        return Err(error);
+                    }
+                }
+            }
+            arrival = self.readers.try_take();
+        }
+        Ok(())
+    }
+
+    /// Whether an expert that was asked for is in memory.
+    pub fn is_present(&self, (layer, e): ExpertId) -> bool {
+        self.places[layer][e].is_some_and(|place| self.slots[place as usize].memory.is_some())
+    }
+
+    /// The expert `id`, which must be present; `source` is where it came from.
     pub fn expert(&self, id: ExpertId, source: &ExpertSource) -> Expert<'_> {
-        let place = self.places[id.0][id.1].expect("the expert is loaded");
-        let Slot { start, bytes, .. } = self.slots[place as usize];
-        let (gate, rest) = self.arena[start..start + bytes].split_at(source.gate.bytes());
+        let place = self.places[id.0][id.1].expect("the expert was asked for");
+        let memory = self.slots[place as usize].memory.as_deref().expect("the expert is present");
+        let (gate, rest) = memory.split_at(source.gate.bytes());
         let (up, down) = rest.split_at(source.up.bytes());
         Expert {
             gate: source.gate.encoded(gate),
@@ -144,43 +204,36 @@ impl ExpertStore {
         }
     }
 
-    /// Evicts the least recently used experts, none used after `begin`, until `bytes` fit into a
-    /// gap. Returns the index that a slot there will have, and where it starts; `None` when it
-    /// cannot be done.
-    fn make_room(&mut self, bytes: usize, begin: u64) -> Option<(usize, usize)> {
+    /// Evicts the least recently used experts that nobody wants, until `bytes` fit into a gap.
+    /// `None` when it cannot be done.
+    fn make_room(&mut self, bytes: usize) -> Option<Region> {
         loop {
-            if let Some(gap) = self.gap(bytes) {
-                return Some(gap);
+            if let Some(memory) = self.arena.take(bytes, MATRIX_ALIGN) {
+                return Some(memory);
             }
             // A miss costs a read of megabytes: looking at all slots is nothing beside it.
-            let (oldest, slot) = self.slots.iter().enumerate().min_by_key(|(_, s)| s.last_use)?;
-            if slot.last_use > begin {
-                return None;
+            let idle = self.slots.iter().enumerate().filter(|(_, slot)| !slot.is_wanted);
+            let oldest = idle.clone().filter(|(_, slot)| slot.memory.is_some());
+            match oldest.min_by_key(|(_, slot)| slot.last_use) {
+                Some((place, _)) => drop(self.remove(place)),
+                // Left behind by a request that failed; nobody waits for its result.
+                None if idle.count() > 0 => {
+                    let _ = self.receive(true);
+                }
+                None => return None,
             }
-            let slot = self.slots.remove(oldest);
-            self.places[slot.id.0][slot.id.1] = None;
-            self.held_bytes -= slot.bytes;
-            self.renumber(oldest);
         }
     }
 
-    /// The first gap of `bytes`: the index of the slot behind it, and where it starts.
-    fn gap(&self, bytes: usize) -> Option<(usize, usize)> {
-        let mut start = 0;
-        for (i, slot) in self.slots.iter().enumerate() {
-            if slot.start >= start + bytes {
-                return Some((i, start));
-            }
-            start = (slot.start + slot.bytes).next_multiple_of(MATRIX_ALIGN);
+    /// Takes a slot away.
+    fn remove(&mut self, place: usize) -> Slot {
+        let slot = self.slots.swap_remove(place);
+        self.places[slot.id.0][slot.id.1] = None;
+        if let Some(moved) = self.slots.get(place) {
+            self.places[moved.id.0][moved.id.1] = Some(place as u32);
         }
-        (start + bytes <= self.arena.len()).then_some((self.slots.len(), start))
-    }
-
-    /// Corrects the places of the slots from index `first` on.
-    fn renumber(&mut self, first: usize) {
-        for (i, slot) in self.slots.iter().enumerate().skip(first) {
-            self.places[slot.id.0][slot.id.1] = Some(i as u32);
-        }
+        self.held_bytes -= slot.bytes;
+        slot
     }
 }
 

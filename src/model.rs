@@ -19,6 +19,7 @@ use crate::ops::{Compute, Product, Rope, Rows, Stage, rms_norm};
 use crate::safetensors::Directory;
 use crate::weights::{Layer, Mlp, Weights};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Sees what the forward pass decides; for tests and tracing. Every method does nothing unless
 /// implemented.
@@ -45,7 +46,7 @@ pub struct Model {
     /// Shape.
     pub config: Config,
     /// Tensor files; experts and embedding rows are read from them.
-    pub directory: Directory,
+    pub directory: Arc<Directory>,
     /// Resident weights and the places of the others.
     pub weights: Weights,
     rope: Rope,
@@ -114,7 +115,7 @@ impl Model {
     /// Puts the parts together. The weights must be loaded before the first pass.
     pub fn new(config: Config, directory: Directory, weights: Weights) -> Model {
         let rope = Rope::new(config.qk_rope_head_dim, config.rope_theta);
-        Model { config, directory, weights, rope }
+        Model { config, directory: Arc::new(directory), weights, rope }
     }
 
     /// Runs `tokens` at positions `first…`; [`Model::logits`] then gives what any of them predicts.

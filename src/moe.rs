@@ -21,6 +21,8 @@ use crate::ops::{Compute, Product, Stage};
 use crate::quant::Encoded;
 use crate::safetensors::Directory;
 use crate::weights::{Ffn, Moe};
+use std::ops::Range;
+use std::sync::Arc;
 
 /// Keeps the sum of all-zero weights from dividing by zero, as the model does.
 const NORM_EPS: f32 = 1e-20;
@@ -34,12 +36,37 @@ pub struct Scratch {
     router_logits: Vec<f32>,
     scores: Vec<f32>,
     biased: Vec<f32>,
-    /// `[T, K]` (expert, weight), ascending expert
-    routes: Vec<(u32, f32)>,
-    /// K
-    top_k: usize,
+    routes: Routes,
     gathered: Gathered,
     pass: Pass,
+    results: Results,
+}
+
+/// What every row chose.
+#[derive(Default)]
+struct Routes {
+    /// `[T, K]` (expert, weight), ascending expert
+    all: Vec<(u32, f32)>,
+    /// K
+    top_k: usize,
+}
+
+impl Routes {
+    /// Those of row `t`.
+    fn of(&self, t: usize) -> &[(u32, f32)] {
+        &self.all[t * self.top_k..(t + 1) * self.top_k]
+    }
+}
+
+/// Results of some experts, before they are added up.
+#[derive(Default)]
+struct Results {
+    /// `[rows of all these experts, D]`, expert after expert
+    rows: Vec<f32>,
+    /// Experts that are not computed yet.
+    left: Vec<usize>,
+    /// Experts that are computed now, and the rows before theirs.
+    here: Vec<(usize, usize)>,
 }
 
 /// Buffers of one pass over some MLPs, and its results.
@@ -70,7 +97,8 @@ impl Scratch {
     /// Bytes at most, for batches of `rows`.
     pub fn bytes(c: &Config, rows: usize) -> usize {
         let pass = |rows: usize, width: usize| {
-            4 * rows * (3 * width + c.hidden_size) + Activations::bytes(rows, width)
+            // Results of the stage, and the same in order.
+            4 * rows * (3 * width + 2 * c.hidden_size) + Activations::bytes(rows, width)
         };
         let shared = c.moe_intermediate_size * c.n_shared_experts;
         let widest = pass(rows, c.intermediate_size.max(shared));
@@ -80,7 +108,7 @@ impl Scratch {
 
     /// Chosen experts of row `t`, `(index, weight)` in ascending index.
     pub fn route(&self, t: usize) -> &[(u32, f32)] {
-        &self.routes[t * self.top_k..(t + 1) * self.top_k]
+        self.routes.of(t)
     }
 }
 
@@ -187,12 +215,13 @@ pub fn route(
     scratch: &mut Scratch,
 ) -> Result<()> {
     let experts = config.n_routed_experts;
-    let Scratch { router_logits, scores, biased, routes, top_k, pass, .. } = scratch;
+    let Scratch { router_logits, scores, biased, routes, pass, .. } = scratch;
     let stage = &mut pass.gate_up;
     stage.run(compute, 1, |_| Product { matrix: moe.router.encoded(), x, tokens: all });
     let router_logits = fit(router_logits, all.len() * experts, 0.0);
     stage.copy(compute, 0, router_logits);
-    *top_k = config.top_k;
+    routes.top_k = config.top_k;
+    let routes = &mut routes.all;
     routes.clear();
     routes.reserve_exact(all.len() * config.top_k);
     for (t, logits) in router_logits.chunks_exact_mut(experts).enumerate() {
@@ -265,7 +294,8 @@ fn largest(values: &[f32], among: impl Fn(usize) -> bool) -> (f32, usize) {
 
 impl Gathered {
     /// Groups the rows of `routes [T, K]` by expert.
-    fn gather(&mut self, routes: &[(u32, f32)], top_k: usize, experts: usize) {
+    fn gather(&mut self, routes: &Routes, experts: usize) {
+        let Routes { all: routes, top_k } = routes;
         let Gathered { experts: chosen, firsts, tokens, next } = self;
         next.clear();
         next.resize(experts, 0);
@@ -309,38 +339,29 @@ pub fn sparse(
     layer: usize,
     (x, rows, all): (&Activations, usize, &[u32]),
     out: &mut [f32],
-    directory: &Directory,
+    directory: &Arc<Directory>,
     store: &mut ExpertStore,
     scratch: &mut Scratch,
 ) -> Result<()> {
-    let (arithmetic, hidden) = (compute.arithmetic, out.len() / rows);
-    let Scratch { routes, top_k, gathered, pass, .. } = scratch;
+    let hidden = out.len() / rows;
+    let Scratch { routes, gathered, pass, results, .. } = scratch;
     out.fill(0.0);
-    gathered.gather(routes, *top_k, moe.experts.len());
+    gathered.gather(routes, moe.experts.len());
+    // An earlier request may have failed halfway.
+    store.give_up_all();
     let mut index = 0;
     while index < gathered.experts.len() {
-        let wanted = &gathered.experts[index..index + gathered.pass_experts(index)];
-        let count = store.load(directory, layer, wanted, &moe.experts)?;
-        let (store, begin) = (&*store, gathered.firsts[index]);
-        let mlp = |i: usize| {
-            let e = wanted[i] as usize;
-            let expert = store.expert((layer, e), &moe.experts[e]);
-            let (tokens, first) = (gathered.tokens(index + i), gathered.firsts[index + i] - begin);
-            Gated { gate: expert.gate, up: expert.up, down: expert.down, tokens, first }
-        };
-        pass.run(compute, count, mlp, x, all);
-        let down = &pass.down;
-        compute.each_row(out, hidden, |t, out, _| {
-            for (e, weight) in &routes[t * *top_k..(t + 1) * *top_k] {
-                let Ok(i) = wanted[..count].binary_search(e) else { continue };
-                let row = gathered.tokens(index + i).binary_search(&(t as u32));
-                let row = row.expect("an expert has the rows that chose it");
-                down.each_run(i, row, |first, x| {
-                    let y = &mut out[first..first + x.len()];
-                    arithmetic.run(Axpy { a: *weight, x, y });
-                });
-            }
-        });
+        let wanted = &gathered.experts[index..];
+        let in_pass = gathered.pass_experts(index);
+        let count = store.ask(directory, layer, &wanted[..in_pass], &moe.experts);
+        if count == in_pass {
+            // What comes next is read meanwhile, as far as there is room for it.
+            store.ask(directory, layer, &wanted[in_pass..], &moe.experts);
+        }
+        let turn = Turn { layer, moe, gathered, experts: index..index + count, hidden };
+        turn.run(compute, store, (x, all), pass, results)?;
+        turn.add_up(compute, routes, results, out);
+        store.give_up(layer, &wanted[..count]);
         index += count;
     }
     if let Some(shared) = &moe.shared {
@@ -351,6 +372,90 @@ pub fn sparse(
         });
     }
     Ok(())
+}
+
+/// Some consecutive experts of a batch, as many as one pass takes.
+struct Turn<'a> {
+    layer: usize,
+    moe: &'a Moe,
+    gathered: &'a Gathered,
+    /// Which of `gathered.experts`.
+    experts: Range<usize>,
+    /// D
+    hidden: usize,
+}
+
+impl Turn<'_> {
+    /// Fills `results [rows of all these experts, D]`: first with the experts that are present,
+    /// then with the others as they arrive.
+    fn run(
+        &self,
+        compute: &mut Compute,
+        store: &mut ExpertStore,
+        (x, all): (&Activations, &[u32]),
+        pass: &mut Pass,
+        results: &mut Results,
+    ) -> Result<()> {
+        let Turn { layer, moe, gathered, hidden, .. } = *self;
+        let Results { rows, left, here } = results;
+        let rows = fit(rows, self.first_row(self.experts.end) * hidden, 0.0);
+        left.clear();
+        left.extend(self.experts.clone());
+        while !left.is_empty() {
+            store.receive(false)?;
+            here.clear();
+            let mut before = 0;
+            left.retain(|at| {
+                let is_present = store.is_present((layer, gathered.experts[*at] as usize));
+                if is_present {
+                    here.push((*at, before));
+                    before += gathered.tokens(*at).len();
+                }
+                !is_present
+            });
+            if here.is_empty() {
+                store.receive(true)?;
+                continue;
+            }
+            let store = &*store;
+            let mlp = |i: usize| {
+                let (at, first) = here[i];
+                let e = gathered.experts[at] as usize;
+                let expert = store.expert((layer, e), &moe.experts[e]);
+                let tokens = gathered.tokens(at);
+                Gated { gate: expert.gate, up: expert.up, down: expert.down, tokens, first }
+            };
+            pass.run(compute, here.len(), mlp, x, all);
+            for (i, (at, _)) in here.iter().enumerate() {
+                let rows = &mut rows[self.first_row(*at) * hidden..];
+                let rows = &mut rows[..gathered.tokens(*at).len() * hidden];
+                compute.each_row(rows, hidden, |t, out, _| pass.down.copy_row(i, t, out));
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows of the turn before those of the expert `at`.
+    fn first_row(&self, at: usize) -> usize {
+        self.gathered.firsts[at] - self.gathered.firsts[self.experts.start]
+    }
+
+    /// Adds the results, weighted, to the rows of `out [T, D]` that chose them, in ascending
+    /// order of experts, whatever order they arrived in.
+    fn add_up(&self, compute: &mut Compute, routes: &Routes, results: &Results, out: &mut [f32]) {
+        let (arithmetic, hidden, gathered) = (compute.arithmetic, self.hidden, self.gathered);
+        let wanted = &gathered.experts[self.experts.clone()];
+        compute.each_row(out, hidden, |t, y, _| {
+            for (e, weight) in routes.of(t) {
+                let Ok(i) = wanted.binary_search(e) else { continue };
+                let at = self.experts.start + i;
+                let row = gathered.tokens(at).binary_search(&(t as u32));
+                let row = self.first_row(at) + row.expect("an expert has the rows that chose it");
+                let x = &results.rows[row * hidden..(row + 1) * hidden];
+                arithmetic.run(Axpy { a: *weight, x, y });
+            }
+        });
+    }
 }
 
 /// Length of `all` that a batch of `rows` needs: no pass has more rows.

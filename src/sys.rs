@@ -5,10 +5,12 @@
 
 use crate::bail;
 use crate::error::Result;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
@@ -129,6 +131,72 @@ impl<T: Plain> Drop for Pages<T> {
     fn drop(&mut self) {
         // SAFETY: exactly the mapping that `new` made; no reference into it outlives `self`.
         unsafe { munmap(self.mapping, self.mapping_bytes) };
+    }
+}
+
+/// Memory of a fixed size of which parts are handed out, each to one owner at a time.
+pub struct Arena(Arc<Shared>);
+
+struct Shared {
+    pages: Pages,
+    /// Start and end of every part that has an owner.
+    taken: Mutex<BTreeMap<usize, usize>>,
+}
+
+/// A part of an [`Arena`], returned to it when dropped. Holds whatever was there before.
+pub struct Region {
+    arena: Arc<Shared>,
+    start: usize,
+    bytes: usize,
+}
+
+impl Arena {
+    /// Reserves the memory; what is never used costs nothing. Errors: as [`Pages::new`].
+    pub fn new(bytes: usize) -> Result<Arena> {
+        Ok(Arena(Arc::new(Shared { pages: Pages::new(bytes)?, taken: Mutex::default() })))
+    }
+
+    /// The first gap of `bytes` that starts at a multiple of `align`, if there is one.
+    pub fn take(&self, bytes: usize, align: usize) -> Option<Region> {
+        let mut taken = self.0.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut start = 0;
+        for (taken_start, taken_end) in taken.iter() {
+            if *taken_start >= start + bytes {
+                break;
+            }
+            start = taken_end.next_multiple_of(align);
+        }
+        if start + bytes > self.0.pages.count {
+            return None;
+        }
+        taken.insert(start, start + bytes);
+        Some(Region { arena: Arc::clone(&self.0), start, bytes })
+    }
+}
+
+impl std::ops::Deref for Region {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        let start = self.arena.pages.start.wrapping_add(self.start);
+        // SAFETY: `Arena::take` found the range inside the pages, which live as long as `arena`
+        // and are initialized, and noted it as taken: no other region overlaps it, and the pages
+        // themselves are never dereferenced.
+        unsafe { std::slice::from_raw_parts(start, self.bytes) }
+    }
+}
+
+impl std::ops::DerefMut for Region {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        let start = self.arena.pages.start.wrapping_add(self.start);
+        // SAFETY: as above, and `&mut self` is the only way to this range.
+        unsafe { std::slice::from_raw_parts_mut(start, self.bytes) }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        let mut taken = self.arena.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        taken.remove(&self.start);
     }
 }
 

@@ -151,7 +151,7 @@ pub struct Moe {
     /// Width I·n_shared; absent when the configuration has no shared expert
     pub shared: Option<Ffn>,
     /// E routed experts
-    pub experts: Vec<ExpertSource>,
+    pub experts: Arc<[ExpertSource]>,
 }
 
 /// The feed-forward half of a layer.

@@ -149,7 +149,7 @@ fn formats_of(engine: &Engine, name: &str) -> (BTreeSet<Format>, BTreeSet<Format
     let mut experts = BTreeSet::new();
     for layer in &weights.layers {
         let Mlp::Sparse(moe) = &layer.mlp else { continue };
-        for expert in &moe.experts {
+        for expert in moe.experts.iter() {
             experts.extend([&expert.gate, &expert.up, &expert.down].map(|source| source.format));
         }
     }

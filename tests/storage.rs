@@ -12,6 +12,7 @@ use colibri::plan::{Limit, Plan};
 use colibri::safetensors::Directory;
 use colibri::weights::{Mlp, Weights};
 use common::{TempDir, TestTensor, fixture, read_safetensors, write_safetensors};
+use std::sync::Arc;
 
 fn options() -> Options {
     Options { ctx_tokens: 64, chunk_rows: 16, limit: Limit::SlotsPerLayer(1), ..Options::default() }
@@ -120,7 +121,7 @@ fn a_non_finite_norm_weight_is_refused_when_it_is_read() {
 fn the_expert_store_never_exceeds_its_budget_and_returns_the_files_bytes() {
     let dir = fixture("d_groups_norm");
     let config = colibri::config::Config::load(&dir).unwrap();
-    let directory = Directory::open(&dir).unwrap();
+    let directory = Arc::new(Directory::open(&dir).unwrap());
     let weights = Weights::bind(&directory, &config).unwrap();
     let (layer, moe) = (weights.layers.iter().enumerate())
         .find_map(|(i, layer)| match &layer.mlp {
@@ -135,7 +136,11 @@ fn the_expert_store_never_exceeds_its_budget_and_returns_the_files_bytes() {
     // Two disjoint sets in turn, then one that fits.
     let order = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 3, 4, 5, 5, 4, 3];
     for e in order {
-        assert_eq!(store.load(&directory, layer, &[e as u32], &moe.experts).unwrap(), 1);
+        store.give_up_all();
+        assert_eq!(store.ask(&directory, layer, &[e as u32], &moe.experts), 1);
+        while !store.is_present((layer, e)) {
+            store.receive(true).unwrap();
+        }
         let expert = store.expert((layer, e), &moe.experts[e]);
         let name = format!("model.layers.{layer}.mlp.experts.{e}.down_proj.weight");
         let want = &file.iter().find(|tensor| tensor.name == name).unwrap().bytes;

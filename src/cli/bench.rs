@@ -31,7 +31,7 @@ pub const VERB: Verb = Verb {
         &[
             Flag::value("--decode", "N", "tokens to decode per round (default 32, 0 for none)"),
             Flag::value("--depth", "N", "tokens of context before the first decoded one"),
-            Flag::value("--prefill", "N,N", "rows of prompts to prefill (default 128)"),
+            Flag::value("--prefill", "N,N", "rows of prompts (default 128, 0 for none)"),
             Flag::value("--rounds", "N", "rounds after the first, which warms up (default 5)"),
             Flag::value("--ref", "FILE", "token ids from a reference file, instead of random ones"),
             Flag::switch("--limits", "measure memory, multiply-adds and disk, and report shares"),
@@ -82,10 +82,11 @@ fn run(args: &Args) -> Result<()> {
     let number = |name: &str, default: usize| -> Result<usize> {
         Ok(args.number(name, 0..=1 << 20)?.unwrap_or(default))
     };
+    let prompts = args.ids("--prefill")?.unwrap_or(vec![128]);
     let course = Course {
         decode: number("--decode", 32)?,
         depth: number("--depth", 0)?,
-        prefill: args.ids("--prefill")?.unwrap_or(vec![128]).iter().map(|n| *n as usize).collect(),
+        prefill: prompts.iter().map(|n| *n as usize).filter(|rows| *rows > 0).collect(),
         rounds: number("--rounds", 5)?.max(1),
     };
     let longest = course.prefill.iter().copied().max().unwrap_or(0);

@@ -141,7 +141,7 @@ fn shape(c: &Config) -> Value {
 fn classes(directory: &Directory, config: &Config, weights: &Weights) -> Classes {
     let resident = weights.resident().into_iter().map(|matrix| &matrix.source);
     let experts = weights.layers.iter().flat_map(|layer| match &layer.mlp {
-        Mlp::Sparse(moe) => moe.experts.as_slice(),
+        Mlp::Sparse(moe) => &moe.experts[..],
         Mlp::Dense(_) => &[],
     });
     let experts = experts.flat_map(|expert| [&expert.gate, &expert.up, &expert.down]);
