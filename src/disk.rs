@@ -12,13 +12,16 @@ use crate::bail;
 use crate::error::{Context, Result};
 use std::collections::VecDeque;
 use std::fmt::Display;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
+
+mod choose;
+pub use choose::{Direct, prepare};
 
 /// Something that can be read at an offset without moving a cursor.
 pub trait ReadAt {
@@ -61,6 +64,36 @@ pub fn read_exact_at(
         }
     }
     Ok(())
+}
+
+/// Where reads around the page cache start and end, in the file and in memory: a multiple of the
+/// block size of any drive in use.
+pub const DIRECT_ALIGN: usize = 4096;
+
+/// O_DIRECT of Linux on x86-64 and 64-bit ARM: reads go around the page cache.
+#[cfg(target_arch = "x86_64")]
+const DIRECT: i32 = 0x4000;
+#[cfg(not(target_arch = "x86_64"))]
+const DIRECT: i32 = 0x10000;
+
+/// Opens `path` for reads around the page cache. Error: the file system has none, or others.
+pub fn open_direct(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags(DIRECT).open(path)
+}
+
+/// Reads from `offset` of a file that [`open_direct`] opened into `buffer`, both aligned; false
+/// when the system refuses or fewer than `needed` bytes come. (The rest may lie behind the end of
+/// the file.)
+pub fn read_direct(file: &impl ReadAt, offset: u64, buffer: &mut [u8], needed: usize) -> bool {
+    let mut got = 0;
+    while got < needed {
+        match file.read_at(&mut buffer[got..], offset + got as u64) {
+            Ok(count) if count > 0 => got += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            _ => return false,
+        }
+    }
+    true
 }
 
 /// Threads that wait for the disk. Jobs start in the order in which they came; their results are

@@ -9,6 +9,7 @@
 use crate::bail;
 use crate::config::Config;
 use crate::cpu::{self, Isa};
+use crate::disk::{self, Direct};
 use crate::error::{Context, Result};
 use crate::experts::{Counters, ExpertStore};
 use crate::kv::KvCache;
@@ -35,6 +36,8 @@ pub struct Options {
     pub limit: Limit,
     /// Threads that compute.
     pub threads: usize,
+    /// Whether experts are read around the page cache.
+    pub direct: Direct,
     /// Vector instructions; a level that the processor lacks is replaced by the best below it.
     pub isa: Isa,
 }
@@ -46,6 +49,7 @@ impl Default for Options {
             chunk_rows: 256,
             limit: Limit::Available,
             threads: cpu::default_threads(),
+            direct: Direct::Auto,
             isa: Isa::detect(),
         }
     }
@@ -84,6 +88,7 @@ pub struct Engine {
     /// One forward pass at a time has it.
     runtime: Mutex<Runtime>,
     tokenizer: Option<Tokenizer>,
+    reading_note: Option<String>,
 }
 
 impl Engine {
@@ -110,7 +115,8 @@ impl Engine {
                 config.vocab_size
             );
         }
-        let directory = Directory::open(dir)?;
+        let mut directory = Directory::open(dir)?;
+        let reading_note = disk::prepare(&mut directory, options.direct)?;
         let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
         let kv_bytes = KvCache::bytes(&config, &weights.index_layers(), options.ctx_tokens);
         let scratch_bytes =
@@ -121,7 +127,7 @@ impl Engine {
         let model = Model::new(config, directory, weights);
         let compute = Compute::new(options.threads, options.isa);
         let runtime = Mutex::new(Runtime { compute, store, scratch: Scratch::default() });
-        Ok(Engine { model, options, runtime, tokenizer })
+        Ok(Engine { model, options, runtime, tokenizer, reading_note })
     }
 
     /// How it was opened.
@@ -160,6 +166,11 @@ impl Engine {
         // What the configuration calls the end of a sequence must stay possible.
         let stops = self.stop_tokens();
         template.chain(padding).filter(|id| !stops.contains(id)).collect()
+    }
+
+    /// A note to show before running: how experts are read, and why, when that was chosen.
+    pub fn reading_note(&self) -> Option<&str> {
+        self.reading_note.as_deref()
     }
 
     /// A note to show before running, when the directory's files make the model compute something

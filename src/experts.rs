@@ -14,10 +14,9 @@
 use crate::bail;
 use crate::disk::Readers;
 use crate::error::Result;
-use crate::quant::Encoded;
 use crate::safetensors::Directory;
 use crate::sys::{Arena, Region};
-use crate::weights::{ExpertSource, MATRIX_ALIGN};
+use crate::weights::{Expert, ExpertSource};
 use std::sync::Arc;
 
 /// Reads in flight. One expert is megabytes, which the system cuts into many requests.
@@ -35,16 +34,6 @@ pub struct Counters {
     pub misses: u64,
     /// Bytes read from disk.
     pub bytes_read: u64,
-}
-
-/// One routed expert in memory: gate, up and down as stored.
-pub struct Expert<'a> {
-    /// `[I, D]`
-    pub gate: Encoded<'a>,
-    /// `[I, D]`
-    pub up: Encoded<'a>,
-    /// `[D, I]`
-    pub down: Encoded<'a>,
 }
 
 struct Slot {
@@ -147,17 +136,17 @@ impl ExpertStore {
                 continue;
             }
             let bytes = sources[e].bytes();
-            let Some(mut memory) = self.make_room(bytes) else { return count };
+            let Some(mut memory) = self.make_room(bytes, sources[e].align()) else { return count };
             self.clock += 1;
             self.held_bytes += bytes;
             self.counters.misses += 1;
-            self.counters.bytes_read += bytes as u64;
+            self.counters.bytes_read += sources[e].stored_bytes() as u64;
             let (id, last_use) = ((layer, e), self.clock);
             self.places[layer][e] = Some(self.slots.len() as u32);
             self.slots.push(Slot { id, memory: None, bytes, last_use, is_wanted: true });
             let (directory, sources) = (Arc::clone(directory), Arc::clone(sources));
             self.readers.submit(move || {
-                let result = read(&directory, &sources[e], &mut memory);
+                let result = sources[e].read(&directory, &mut memory);
                 Arrival { id, memory, result }
             });
         }
@@ -194,21 +183,14 @@ impl ExpertStore {
     /// The expert `id`, which must be present; `source` is where it came from.
     pub fn expert(&self, id: ExpertId, source: &ExpertSource) -> Expert<'_> {
         let place = self.places[id.0][id.1].expect("the expert was asked for");
-        let memory = self.slots[place as usize].memory.as_deref().expect("the expert is present");
-        let (gate, rest) = memory.split_at(source.gate.bytes());
-        let (up, down) = rest.split_at(source.up.bytes());
-        Expert {
-            gate: source.gate.encoded(gate),
-            up: source.up.encoded(up),
-            down: source.down.encoded(down),
-        }
+        source.expert(self.slots[place as usize].memory.as_deref().expect("the expert is present"))
     }
 
     /// Evicts the least recently used experts that nobody wants, until `bytes` fit into a gap.
     /// `None` when it cannot be done.
-    fn make_room(&mut self, bytes: usize) -> Option<Region> {
+    fn make_room(&mut self, bytes: usize, align: usize) -> Option<Region> {
         loop {
-            if let Some(memory) = self.arena.take(bytes, MATRIX_ALIGN) {
+            if let Some(memory) = self.arena.take(bytes, align) {
                 return Some(memory);
             }
             // A miss costs a read of megabytes: looking at all slots is nothing beside it.
@@ -235,13 +217,4 @@ impl ExpertStore {
         self.held_bytes -= slot.bytes;
         slot
     }
-}
-
-/// Reads the three matrices into `buffer`.
-fn read(directory: &Directory, source: &ExpertSource, buffer: &mut [u8]) -> Result<()> {
-    let (gate, rest) = buffer.split_at_mut(source.gate.bytes());
-    let (up, down) = rest.split_at_mut(source.up.bytes());
-    source.gate.read(directory, gate)?;
-    source.up.read(directory, up)?;
-    source.down.read(directory, down)
 }

@@ -58,6 +58,8 @@ pub struct Shard {
     pub path: PathBuf,
     /// Open for reading.
     pub file: File,
+    /// Open for reading around the page cache, if that was asked for and is possible.
+    pub direct: Option<File>,
     /// Length of the file when it was opened.
     pub bytes: u64,
 }
@@ -89,6 +91,19 @@ impl Directory {
             directory.add_shard(&path).context(|| path.display())?;
         }
         Ok(directory)
+    }
+
+    /// Opens every shard once more, with `open`, for reads around the page cache; where that fails,
+    /// reads go through it.
+    pub fn add_direct(&mut self, open: impl Fn(&Path) -> std::io::Result<File>) {
+        for shard in &mut self.shards {
+            shard.direct = open(&shard.path).ok();
+        }
+    }
+
+    /// Whether any shard is read around the page cache.
+    pub fn is_direct(&self) -> bool {
+        self.shards.iter().any(|shard| shard.direct.is_some())
     }
 
     /// The directory's path as given.
@@ -142,7 +157,7 @@ impl Directory {
         let bytes = file.metadata()?.len();
         let Header { entries, data_start, stamps } = header::read(&file, bytes)?;
         let shard = u32::try_from(self.shards.len()).expect("the number of shards is capped");
-        self.shards.push(Shard { path: path.to_path_buf(), file, bytes });
+        self.shards.push(Shard { path: path.to_path_buf(), file, direct: None, bytes });
         if self.tensors.len() + entries.len() > TENSORS_MAX {
             bail!("more than {TENSORS_MAX} tensors in the shards up to this one");
         }

@@ -23,7 +23,9 @@ use crate::sys::Pages;
 use std::fmt::Display;
 use std::sync::{Arc, OnceLock};
 
+mod expert;
 mod source;
+pub use expert::{Expert, ExpertSource};
 pub use source::{MatrixSource, Span};
 
 /// One weight matrix `[rows, cols]`: its place on disk and, once loaded, its bytes as stored.
@@ -123,23 +125,6 @@ pub struct Ffn {
     pub up: Matrix,
     /// `[D, I]`
     pub down: Matrix,
-}
-
-/// Where one routed expert lies.
-pub struct ExpertSource {
-    /// `[I, D]`
-    pub gate: MatrixSource,
-    /// `[I, D]`
-    pub up: MatrixSource,
-    /// `[D, I]`
-    pub down: MatrixSource,
-}
-
-impl ExpertSource {
-    /// Bytes of the three matrices with their scales.
-    pub fn bytes(&self) -> usize {
-        self.gate.bytes() + self.up.bytes() + self.down.bytes()
-    }
 }
 
 /// Mixture of experts of one sparse layer.
@@ -374,11 +359,12 @@ impl Moe {
                 let name = format!("{prefix}experts.{e}.{name}_proj.weight");
                 MatrixSource::bind(directory, &name, rows, cols)
             };
-            Ok(ExpertSource {
-                gate: matrix("gate", width, hidden)?,
-                up: matrix("up", width, hidden)?,
-                down: matrix("down", hidden, width)?,
-            })
+            Ok(ExpertSource::new(
+                directory,
+                matrix("gate", width, hidden)?,
+                matrix("up", width, hidden)?,
+                matrix("down", hidden, width)?,
+            ))
         };
         let shared_width = width * c.n_shared_experts;
         let shared = format!("{prefix}shared_experts.");

@@ -95,7 +95,10 @@ fn assert_no_allocation(case: &str, work: impl FnOnce()) {
 
 fn engine(name: &str, threads: usize, isa: Isa, ctx_tokens: usize) -> Engine {
     let limit = Limit::SlotsPerLayer(1000);
-    open(&fixture(name), Options { ctx_tokens, chunk_rows: 16, limit, threads, isa })
+    open(
+        &fixture(name),
+        Options { ctx_tokens, chunk_rows: 16, limit, threads, isa, ..Options::default() },
+    )
 }
 
 fn advance(session: &mut Session<'_>, tokens: &[u32]) {

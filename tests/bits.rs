@@ -1,9 +1,11 @@
 //! Same bits everywhere: the logits of every fixture have one golden hash, whatever the instruction
-//! set, threads, rows of a prefill chunk and expert slots, and also when decoded token by token.
+//! set, threads, rows of a prefill chunk, expert slots and page cache, and also when decoded token
+//! by token.
 
 mod common;
 
 use colibri::cpu::Isa;
+use colibri::disk::{Direct, open_direct};
 use colibri::engine::Options;
 use colibri::model::Unobserved;
 use colibri::plan::Limit;
@@ -62,6 +64,12 @@ fn is_skipped(tokens: usize, threads: usize, chunk_rows: usize) -> bool {
     tokens > 24 && chunk_rows == 1 && threads > 1
 }
 
+/// Reads around the page cache, where the file system of the fixtures has them.
+fn reads_around_cache() -> Direct {
+    let file = fixture("a_seed").join("model.safetensors");
+    if open_direct(&file).is_ok() { Direct::On } else { Direct::Off }
+}
+
 /// Every way to compute a fixture, and the hash that each of them gives.
 fn hashes(name: &str) -> Vec<(String, u64)> {
     let tokens = full_ids(name);
@@ -73,10 +81,10 @@ fn hashes(name: &str) -> Vec<(String, u64)> {
                     println!("{name}: skips chunks of 1 on {isa} with {threads} threads");
                     continue;
                 }
-                for slots in [1, 1000] {
+                for (slots, direct) in [(1, reads_around_cache()), (1000, Direct::Off)] {
                     let limit = Limit::SlotsPerLayer(slots);
                     let ctx_tokens = tokens.len();
-                    let options = Options { ctx_tokens, chunk_rows, limit, threads, isa };
+                    let options = Options { ctx_tokens, chunk_rows, limit, threads, direct, isa };
                     let engine = open(&fixture(name), options);
                     let logits = all_logits(&engine, &tokens, &mut Unobserved);
                     let hash = fnv1a64(FNV_OFFSET, &logits);
@@ -93,7 +101,8 @@ fn hashes(name: &str) -> Vec<(String, u64)> {
 fn decoded_hash(name: &str, isa: Isa) -> u64 {
     let tokens = full_ids(name);
     let (ctx_tokens, limit) = (tokens.len(), Limit::SlotsPerLayer(2));
-    let options = Options { ctx_tokens, chunk_rows: 16, limit, threads: 2, isa };
+    let direct = Direct::Off;
+    let options = Options { ctx_tokens, chunk_rows: 16, limit, threads: 2, isa, direct };
     let engine = open(&fixture(name), options);
     let mut session = engine.session().unwrap();
     (1..=tokens.len()).fold(FNV_OFFSET, |hash, end| {

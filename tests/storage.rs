@@ -149,7 +149,7 @@ fn the_expert_store_never_exceeds_its_budget_and_returns_the_files_bytes() {
     }
     let counters = store.counters();
     assert_eq!((counters.hits, counters.misses), (6, 12));
-    assert_eq!(counters.bytes_read, 12 * expert_bytes as u64);
+    assert_eq!(counters.bytes_read, 12 * moe.experts[0].stored_bytes() as u64);
     let error = ExpertStore::new(expert_bytes - 1, expert_bytes).err().unwrap().to_string();
     assert!(error.contains(&format!("one takes {expert_bytes}")), "{error}");
 }

@@ -29,6 +29,7 @@ pub const FLAGS: &[Flag] = &[
     Flag::value("--chunk", "N", "prompt rows per pass (default 256); never changes a bit"),
     Flag::value("--threads", "N", "threads that compute (default: cores that we may use)"),
     Flag::value("--isa", "NAME", "auto, scalar, avx2 or avx512 (default auto); same bits"),
+    Flag::value("--direct", "MODE", "reads around the page cache: auto, on or off (default auto)"),
     super::JSON,
 ];
 
@@ -46,6 +47,9 @@ fn options(args: &Args) -> Result<Options> {
     }
     if let Some(isa) = args.get("--isa") {
         options.isa = isa.parse::<Isa>().and_then(Isa::checked).map_err(|e| usage("--isa", e))?;
+    }
+    if let Some(direct) = args.get("--direct") {
+        options.direct = direct.parse().map_err(|e| usage("--direct", e))?;
     }
     // 0 is "decide yourself" for the users of RAM_GB.
     let ram_gb = args.number("--ram", 0.0..=1e6)?.filter(|gb| *gb > 0.0);
@@ -107,6 +111,9 @@ impl Setup<'_> {
             bar.show(done, all, || format!("{} of {}", gb(done), gb(all)));
         })?;
         bar.clear();
+        if let Some(text) = engine.reading_note() {
+            note(&format!("coli: {text}\n"));
+        }
         if tokens > self.config.index_topk
             && let Some(text) = engine.dense_attention_note()
         {

@@ -25,6 +25,11 @@ pub struct Span {
 }
 
 impl Span {
+    /// Shard and offset of the first byte behind it.
+    pub fn end(&self) -> (usize, u64) {
+        (self.shard, self.offset + self.bytes as u64)
+    }
+
     fn of(tensor: &Tensor) -> Span {
         Span { shard: tensor.shard as usize, offset: tensor.offset, bytes: tensor.bytes as usize }
     }
@@ -112,6 +117,11 @@ impl MatrixSource {
     pub fn encoded<'a>(&self, bytes: &'a [u8]) -> Encoded<'a> {
         assert_eq!(bytes.len(), self.bytes(), "bytes of {}", self.name);
         let (weights, scales) = bytes.split_at(self.weights.bytes);
+        self.encoded_parts(weights, scales)
+    }
+
+    /// The matrix whose weights and scales are these.
+    pub fn encoded_parts<'a>(&self, weights: &'a [u8], scales: &'a [u8]) -> Encoded<'a> {
         Encoded {
             format: self.format,
             rows: self.rows,

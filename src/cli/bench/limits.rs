@@ -2,13 +2,14 @@
 
 #![forbid(unsafe_code)]
 
+use crate::disk::open_direct;
 use crate::error::{Context, Result};
 use crate::kernels::limits::{MultiplyAdd16, MultiplyAdd32, Read};
 use crate::ops::Compute;
 use crate::sys::Pages;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::hint::black_box;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -21,11 +22,6 @@ const PART_BYTES: usize = 1 << 20;
 const AHEAD_BYTES: [usize; 3] = [4096, 8192, 16384];
 /// Repetitions of a register loop: a few milliseconds.
 const STEPS: usize = 1 << 20;
-/// O_DIRECT of Linux on x86-64 and 64-bit ARM: reads go around the page cache.
-#[cfg(target_arch = "x86_64")]
-const DIRECT: i32 = 0x4000;
-#[cfg(not(target_arch = "x86_64"))]
-const DIRECT: i32 = 0x10000;
 /// One read of the disk limit; also its alignment in the file.
 const DISK_BLOCK_BYTES: usize = 8 << 20;
 /// Blocks read in all.
@@ -100,7 +96,7 @@ pub struct Disk {
 /// Reads blocks of `path` at scattered places, several at a time. `None` for a file shorter than
 /// a block.
 pub fn disk(path: &Path) -> Result<Option<Disk>> {
-    let opened = OpenOptions::new().read(true).custom_flags(DIRECT).open(path);
+    let opened = open_direct(path);
     let is_direct = opened.is_ok();
     let file = opened.or_else(|_| File::open(path)).context(|| path.display().to_string())?;
     let blocks = file.metadata()?.len() as usize / DISK_BLOCK_BYTES;
