@@ -20,7 +20,7 @@ use crate::weights::{Expert, ExpertSource};
 use std::sync::Arc;
 
 /// Reads in flight. One expert is megabytes, which the system cuts into many requests.
-const READS_MAX: usize = 8;
+pub const READS_MAX: usize = 8;
 
 /// (layer, expert index)
 pub type ExpertId = (usize, usize);

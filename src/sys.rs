@@ -222,6 +222,12 @@ pub fn read_file(path: &Path, bytes_max: usize) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// Bytes that drives delivered for this process so far, where the system says so.
+pub fn drive_bytes_read() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/io").ok()?;
+    text.lines().find_map(|line| line.strip_prefix("read_bytes: ")?.parse().ok())
+}
+
 /// Memory that can be used without swapping, in bytes: MemAvailable. `None` where there is no
 /// such figure.
 pub fn available_memory_bytes() -> Option<usize> {

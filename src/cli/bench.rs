@@ -6,11 +6,12 @@
 
 #![forbid(unsafe_code)]
 
-use super::load::{Setup, count, object, print_json};
-use super::{Args, Flag, Verb, load, oracle, print_text};
+use super::load::{Setup, count, float, object, print_json};
+use super::{Args, Flag, Verb, iobench, load, oracle, print_text};
 use crate::bail;
 use crate::engine::{Engine, Session};
 use crate::error::Result;
+use crate::experts::READS_MAX;
 use crate::json::Value;
 use crate::model::Unobserved;
 use crate::ops::{Compute, Tally};
@@ -94,7 +95,7 @@ fn run(args: &Args) -> Result<()> {
     let setup = Setup::new(args, tokens)?;
     let ids = token_ids(args.get("--ref"), setup.config.vocab_size, tokens)?;
     setup.check(&ids)?;
-    let shard = first_shard(setup.dir)?;
+    let shard = iobench::largest_shard(setup.dir)?;
     let engine = setup.open(tokens)?;
     let with_limits = args.has("--limits");
     let mut memory = with_limits.then(limits::Memory::new).transpose()?;
@@ -122,8 +123,21 @@ fn run(args: &Args) -> Result<()> {
             rounds.push(round);
         }
     }
-    let disk = if with_limits { limits::disk(&shard)? } else { None };
+    let disk = if with_limits { disk_limit(&shard)? } else { None };
     report(args, &compute, &rounds, disk)
+}
+
+/// What the drive gives at the depth at which the engine reads; `None` for a small file.
+fn disk_limit(path: &Path) -> Result<Option<iobench::Speed>> {
+    const BLOCK_BYTES: usize = 8 << 20;
+    if path.metadata()?.len() < BLOCK_BYTES as u64 {
+        return Ok(None);
+    }
+    let direct = iobench::measure(path, true, BLOCK_BYTES, 64, READS_MAX)?;
+    match direct {
+        Some(speed) => Ok(Some(speed)),
+        None => iobench::measure(path, false, BLOCK_BYTES, 64, READS_MAX),
+    }
 }
 
 /// The ids of a reference, or a fixed random sequence (the same on every machine).
@@ -143,14 +157,6 @@ fn token_ids(reference: Option<&str>, vocab: usize, count: usize) -> Result<Vec<
         (state % vocab as u64) as u32
     };
     Ok((0..count).map(|_| draw()).collect())
-}
-
-/// The largest safetensors file, for the disk's limit.
-fn first_shard(dir: &Path) -> Result<std::path::PathBuf> {
-    let directory = crate::safetensors::Directory::open(dir)?;
-    let bytes = |path: &Path| path.metadata().map_or(0, |metadata| metadata.len());
-    let shards = directory.shards().iter().map(|shard| shard.path.clone());
-    Ok(shards.max_by_key(|path| bytes(path)).expect("a model has a shard"))
 }
 
 /// Decodes token by token behind `depth` tokens of context.
@@ -197,16 +203,11 @@ fn machine(compute: &Compute) -> String {
     format!("{name}, {threads} threads, {isa}")
 }
 
-fn float(value: f64) -> Value {
-    // Four significant digits: more would pretend to be known.
-    Value::Float(format!("{value:.3e}").parse().expect("a formatted float parses"))
-}
-
 fn report(
     args: &Args,
     compute: &Compute,
     rounds: &[Round],
-    disk: Option<limits::Disk>,
+    disk: Option<iobench::Speed>,
 ) -> Result<()> {
     let of = |f: &dyn Fn(&Round) -> f64| median(rounds.iter().map(f).collect());
     let with_limits = args.has("--limits");

@@ -208,3 +208,8 @@ pub fn count(value: usize) -> Value {
 pub fn ids(ids: &[u32]) -> Value {
     Value::Array(ids.iter().map(|id| Value::Int((*id).into())).collect())
 }
+
+pub fn float(value: f64) -> Value {
+    // Four significant digits: more would pretend to be known.
+    Value::Float(format!("{value:.3e}").parse().expect("a formatted float parses"))
+}

@@ -12,6 +12,7 @@ use std::str::FromStr;
 
 mod bench;
 mod info;
+mod iobench;
 mod load;
 mod logits;
 mod oracle;
@@ -89,6 +90,7 @@ pub const VERBS: &[&Verb] = &[
     &render::VERB,
     &info::VERB,
     &bench::VERB,
+    &iobench::VERB,
 ];
 
 /// Parsed arguments of one verb.

@@ -2,16 +2,11 @@
 
 #![forbid(unsafe_code)]
 
-use crate::disk::open_direct;
-use crate::error::{Context, Result};
+use crate::error::Result;
 use crate::kernels::limits::{MultiplyAdd16, MultiplyAdd32, Read};
 use crate::ops::Compute;
 use crate::sys::Pages;
-use std::fs::File;
 use std::hint::black_box;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// Memory that is streamed; far more than any cache holds.
@@ -22,13 +17,6 @@ const PART_BYTES: usize = 1 << 20;
 const AHEAD_BYTES: [usize; 3] = [4096, 8192, 16384];
 /// Repetitions of a register loop: a few milliseconds.
 const STEPS: usize = 1 << 20;
-/// One read of the disk limit; also its alignment in the file.
-const DISK_BLOCK_BYTES: usize = 8 << 20;
-/// Blocks read in all.
-const DISK_BLOCKS: usize = 64;
-/// Reads in flight.
-const DISK_THREADS: usize = 8;
-
 /// Memory to stream through.
 pub struct Memory {
     pages: Pages,
@@ -83,44 +71,4 @@ fn on_all_threads(compute: &mut Compute, per_step: usize, f: impl Fn(usize) + Sy
     compute.pool.for_each_part(&mut data, &cuts, &mut compute.scratch, |_, _, _| f(STEPS / 8));
     let steps = parts * (STEPS / 8);
     (steps * per_step) as f64 / 1e9 / start.elapsed().as_secs_f64()
-}
-
-/// What the disk gives.
-pub struct Disk {
-    /// Gigabytes a second.
-    pub gbs: f64,
-    /// False when the file system refused direct reads: the page cache may have answered.
-    pub is_direct: bool,
-}
-
-/// Reads blocks of `path` at scattered places, several at a time. `None` for a file shorter than
-/// a block.
-pub fn disk(path: &Path) -> Result<Option<Disk>> {
-    let opened = open_direct(path);
-    let is_direct = opened.is_ok();
-    let file = opened.or_else(|_| File::open(path)).context(|| path.display().to_string())?;
-    let blocks = file.metadata()?.len() as usize / DISK_BLOCK_BYTES;
-    if blocks == 0 {
-        return Ok(None);
-    }
-    let (next, start) = (AtomicUsize::new(0), Instant::now());
-    let reader = || -> Result<()> {
-        let mut buffer = Pages::new(DISK_BLOCK_BYTES)?;
-        loop {
-            let i = next.fetch_add(1, Ordering::Relaxed);
-            if i >= DISK_BLOCKS {
-                return Ok(());
-            }
-            // A step that shares no factor with most counts visits the blocks in no order.
-            let offset = (i * 7919 % blocks * DISK_BLOCK_BYTES) as u64;
-            file.read_exact_at(&mut buffer, offset).context(|| path.display().to_string())?;
-        }
-    };
-    std::thread::scope(|scope| {
-        let readers: Vec<_> = (0..DISK_THREADS).map(|_| scope.spawn(reader)).collect();
-        let join = |reader: std::thread::ScopedJoinHandle<'_, Result<()>>| reader.join();
-        readers.into_iter().try_for_each(|r| join(r).expect("a reader does not panic"))
-    })?;
-    let bytes = (DISK_BLOCKS * DISK_BLOCK_BYTES) as f64;
-    Ok(Some(Disk { gbs: bytes / 1e9 / start.elapsed().as_secs_f64(), is_direct }))
 }
