@@ -123,11 +123,8 @@ def stored(name, shape, seed):
     return [(name, "U8", (nbytes,), nbytes, lambda: codes(name, nbytes, bits, seed)), qs]
 
 
-def write_shard(path, entries):
-    """Writes `entries` in their order, one tensor in memory at a time.
-
-    An entry is (name, dtype, shape, bytes, a function that returns an array or yields several).
-    """
+def shard_header(entries):
+    """The bytes before the data of `entries`, which are laid out in their order."""
     header, offset = {}, 0
     for name, dtype, shape, nbytes, _ in entries:
         offsets = [offset, offset + nbytes]
@@ -135,15 +132,24 @@ def write_shard(path, entries):
         offset += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_shard(path, entries):
+    """Writes `entries` in their order, one tensor in memory at a time.
+
+    An entry is (name, dtype, shape, bytes, a function that returns an array or yields several).
+    """
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(shard_header(entries))
         for name, _, _, nbytes, make in entries:
             before, made = file.tell(), make()
             for part in [made] if isinstance(made, np.ndarray) else made:
                 file.write(np.ascontiguousarray(part).data)
             if file.tell() - before != nbytes:
                 raise ValueError(f"{name}: {file.tell() - before} bytes, expected {nbytes}")
-    print(f"{path.name}: {len(entries)} tensors, {offset / 1e9:.2f} GB", flush=True)
+    written = sum(entry[3] for entry in entries)
+    print(f"{path.name}: {len(entries)} tensors, {written / 1e9:.2f} GB", flush=True)
 
 
 def shards(tensors, prefix):
