@@ -162,10 +162,14 @@ def container_files(shapes, with_indexer):
     return files
 
 
+def ones(n):
+    return np.ones(n, "<f4")
+
+
 def floats(name, shape):
     """Real data of an F32 tensor: [(first byte, array)]."""
     if name.endswith("norm.weight"):
-        return [(0, np.ones(shape, "<f4"))]
+        return [(0, ones(shape[0]))]
     if name.endswith("k_norm.bias"):
         return []
     # Router logits spread by about 1, biases by much less: neither decides alone.
@@ -186,10 +190,6 @@ def matrix(name, shape):
     if name == HEAD:
         rows, scale = np.roll(rows, 1, 0), scale / np.float32(math.sqrt(hidden))
     return [(0, rows)], [(0, ones(REAL_IDS) * scale)]
-
-
-def ones(n):
-    return np.ones(n, "<f4")
 
 
 def stored(name, shape, form):
