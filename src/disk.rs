@@ -251,4 +251,45 @@ mod tests {
         let error = read_exact_at(&Broken, Path::new("f"), "w", 5, &mut [0; 4]).unwrap_err();
         assert_eq!(error.to_string(), "f: w: read at offset 5: not yours");
     }
+
+    #[test]
+    fn readers_do_every_job_once_and_several_at_a_time() {
+        let readers = Readers::new(3).unwrap();
+        let together = Arc::new(std::sync::Barrier::new(3));
+        for i in 0..30 {
+            let together = Arc::clone(&together);
+            readers.submit(move || {
+                // Three jobs must be running, or none of them ever ends.
+                together.wait();
+                i
+            });
+        }
+        let mut ended: Vec<i32> = (0..30).map(|_| readers.take()).collect();
+        ended.sort();
+        assert_eq!(ended, (0..30).collect::<Vec<_>>());
+        assert!(readers.try_take().is_none());
+    }
+
+    #[test]
+    fn a_panic_in_a_job_reaches_whoever_takes_its_result() {
+        let readers = Readers::new(1).unwrap();
+        readers.submit(|| panic!("the drive is gone"));
+        readers.submit(|| 5);
+        let payload = catch_unwind(AssertUnwindSafe(|| readers.take())).unwrap_err();
+        assert_eq!(payload.downcast_ref::<&str>(), Some(&"the drive is gone"));
+        assert_eq!(readers.take(), 5);
+        // Jobs that nobody waits for do not hang the end.
+        (0..100).for_each(|_| readers.submit(|| 0));
+    }
+
+    /// 100 bytes from a file of 130, in blocks of 64: the second block is half behind the end.
+    #[test]
+    fn a_direct_read_may_end_with_the_file_but_not_before_what_is_needed() {
+        let bytes: Vec<u8> = (0..130).collect();
+        let file = Choppy { bytes: &bytes, interrupt: Cell::new(false) };
+        let mut buffer = [0; 128];
+        assert!(read_direct(&file, 64, &mut buffer, 66));
+        assert_eq!(buffer[..66], bytes[64..130]);
+        assert!(!read_direct(&file, 64, &mut buffer, 67));
+    }
 }

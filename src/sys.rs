@@ -266,6 +266,36 @@ mod tests {
     }
 
     #[test]
+    fn parts_of_an_arena_never_overlap_and_come_back() {
+        let arena = Arena::new(1000).unwrap();
+        let mut parts: Vec<_> = (0..3).map(|_| arena.take(250, 64).unwrap()).collect();
+        for (i, part) in parts.iter_mut().enumerate() {
+            part.fill(i as u8 + 1);
+        }
+        let starts: Vec<usize> = parts.iter().map(|part| part.start).collect();
+        assert_eq!(starts, [0, 256, 512]);
+        // 238 bytes are left behind the third, and none between them.
+        assert!(arena.take(239, 1).is_none());
+        assert_eq!(arena.take(232, 64).unwrap().start, 768);
+        for (i, part) in parts.iter().enumerate() {
+            assert!(part.iter().all(|byte| *byte == i as u8 + 1), "part {i}");
+        }
+        // The gap of the second takes what fits it, at the alignment that is asked for.
+        drop(parts.remove(1));
+        assert!(arena.take(257, 64).is_none());
+        assert_eq!(arena.take(100, 128).unwrap().start, 256);
+        assert_eq!(arena.take(256, 64).unwrap().start, 256);
+    }
+
+    /// A part outlives the handle of its arena.
+    #[test]
+    fn an_arena_lives_as_long_as_its_parts() {
+        let mut part = Arena::new(1 << 16).unwrap().take(1 << 16, 4096).unwrap();
+        part.fill(9);
+        assert_eq!(part.iter().map(|byte| *byte as usize).sum::<usize>(), 9 << 16);
+    }
+
+    #[test]
     fn proc_fields_are_read_in_kib() {
         let text = "MemTotal:       16384 kB\nMemAvailable:    2048 kB\n";
         assert_eq!(kib_field(text, "MemAvailable:"), Some(2048 * 1024));

@@ -69,7 +69,7 @@ fn help_and_version_exist_everywhere_and_every_verb_shows_an_example() {
 #[test]
 fn wrong_usage_exits_with_2_and_leaves_stdout_empty() {
     let model = model("a_seed");
-    let cases: [&[&str]; 14] = [
+    let cases: [&[&str]; 15] = [
         &[],
         &["frobnicate"],
         &["run", "--modle", &model, "hi"],
@@ -83,6 +83,7 @@ fn wrong_usage_exits_with_2_and_leaves_stdout_empty() {
         &["oracle", "--model", &model, "--tolerance", "1"],
         &["run", "--model", &model, "--raw", "--think", "--prompt-file", "prompt.txt"],
         &["run", "--model", &model, "--ids", "1", "--stop", "a", "--stop", ""],
+        &["run", "--model", &model, "--ids", "1", "--direct", "maybe"],
         &["help", "frobnicate"],
     ];
     for args in cases {
@@ -492,6 +493,28 @@ fn dense_attention_is_noted_only_where_the_run_exceeds_index_topk() {
 }
 
 /// A reader that goes away early is not an error worth a word.
+/// A file of 3 MiB has three blocks of one; each row names its way, and one shorter than a block is
+/// refused.
+#[test]
+fn iobench_measures_every_way_and_depth_that_is_asked_for() {
+    let dir = TempDir::new("iobench");
+    let path = dir.0.join("blocks");
+    std::fs::write(&path, vec![1; 3 << 20]).unwrap();
+    let file = path.to_str().unwrap();
+    let flags = ["--block-mb", "1", "--reads", "5", "--queue", "1,3", "--json"];
+    let output = coli(&[&["iobench", file], &flags[..]].concat());
+    let object = one_object(&output);
+    let Some(Value::Array(rows)) = object.get("rows") else { panic!("no rows: {object:?}") };
+    let buffered =
+        |row: &&Value| matches!(row.get("mode"), Some(Value::String(m)) if m == "buffered");
+    assert_eq!(rows.iter().filter(buffered).count(), 2);
+    let output = coli(&["iobench", file, "--block-mb", "4"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("shorter than one block of 4194304 bytes"));
+    let output = coli(&["iobench", file, "--queue", "0"]);
+    assert_eq!(output.status.code(), Some(2));
+}
+
 #[test]
 fn a_closed_pipe_is_a_quiet_end() {
     let mut child =

@@ -4,6 +4,7 @@
 mod common;
 
 use colibri::config::Config;
+use colibri::disk::open_direct;
 use colibri::engine::{Engine, Options};
 use colibri::experts::ExpertStore;
 use colibri::kv::KvCache;
@@ -119,9 +120,20 @@ fn a_non_finite_norm_weight_is_refused_when_it_is_read() {
 /// with the bytes that stand in the file.
 #[test]
 fn the_expert_store_never_exceeds_its_budget_and_returns_the_files_bytes() {
+    for is_direct in [false, true] {
+        check_store(is_direct);
+    }
+}
+
+fn check_store(is_direct: bool) {
     let dir = fixture("d_groups_norm");
     let config = colibri::config::Config::load(&dir).unwrap();
-    let directory = Arc::new(Directory::open(&dir).unwrap());
+    let mut directory = Directory::open(&dir).unwrap();
+    if is_direct {
+        // Where the file system has none, this is the same test again.
+        directory.add_direct(open_direct);
+    }
+    let directory = Arc::new(directory);
     let weights = Weights::bind(&directory, &config).unwrap();
     let (layer, moe) = (weights.layers.iter().enumerate())
         .find_map(|(i, layer)| match &layer.mlp {
@@ -142,9 +154,11 @@ fn the_expert_store_never_exceeds_its_budget_and_returns_the_files_bytes() {
             store.receive(true).unwrap();
         }
         let expert = store.expert((layer, e), &moe.experts[e]);
-        let name = format!("model.layers.{layer}.mlp.experts.{e}.down_proj.weight");
-        let want = &file.iter().find(|tensor| tensor.name == name).unwrap().bytes;
-        assert!(expert.down.weights == &want[..], "{name}");
+        for (part, matrix) in [("gate", expert.gate), ("up", expert.up), ("down", expert.down)] {
+            let name = format!("model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight");
+            let want = &file.iter().find(|tensor| tensor.name == name).unwrap().bytes;
+            assert!(matrix.weights == &want[..], "{name}, direct: {is_direct}");
+        }
         assert!(store.held_bytes() <= budget_bytes);
     }
     let counters = store.counters();
@@ -169,6 +183,13 @@ fn a_shard_that_shrinks_under_a_running_engine_is_a_named_short_read() {
     for part in ["model.safetensors", "ends too soon", "wanted", "at offset", "got"] {
         assert!(error.contains(part), "{part:?} in {error}");
     }
+    // The next request finds a whole file again, and an engine that is as good as new.
+    std::fs::copy(fixture("a_seed").join("model.safetensors"), &path).unwrap();
+    let whole = Engine::open(&fixture("a_seed"), options(), |_, _| {}).unwrap();
+    let mut fresh = whole.session().unwrap();
+    let mut session = engine.session().unwrap();
+    let logits = session.advance(&[1, 2, 3], &mut Unobserved).unwrap();
+    assert_eq!(logits, fresh.advance(&[1, 2, 3], &mut Unobserved).unwrap());
 }
 
 /// Counted by hand from the shapes of `c_shared`, all of it f32: 6 layers, 3 of them with an
