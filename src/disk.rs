@@ -96,8 +96,8 @@ pub fn read_direct(file: &impl ReadAt, offset: u64, buffer: &mut [u8], needed: u
     true
 }
 
-/// Threads that wait for the disk. Jobs start in the order in which they came; their results are
-/// taken in the order in which they ended.
+/// Threads that wait for the disk. Jobs start in the order in which they came, those that can wait
+/// behind all others and few at a time; results are taken in the order in which they ended.
 pub struct Readers<T> {
     queue: Arc<Queue<T>>,
     threads: Vec<JoinHandle<()>>,
@@ -105,9 +105,22 @@ pub struct Readers<T> {
 
 type Job<T> = Box<dyn FnOnce() -> T + Send>;
 
+/// Jobs that can wait which run at a time: a drive is nearly as fast with two reads in flight as
+/// with many, and a job that cannot wait still finds a free thread.
+const LATER_MAX: usize = 2;
+
+struct Jobs<T> {
+    now: VecDeque<Job<T>>,
+    /// Jobs that can wait, with what they are called.
+    later: VecDeque<(u64, Job<T>)>,
+    /// Of those, how many run.
+    later_running: usize,
+    /// The threads are to end.
+    stop: bool,
+}
+
 struct Queue<T> {
-    /// `None`: the threads are to end.
-    jobs: Mutex<Option<VecDeque<Job<T>>>>,
+    jobs: Mutex<Jobs<T>>,
     more: Condvar,
     results: Mutex<VecDeque<thread::Result<T>>>,
     ended: Condvar,
@@ -117,7 +130,12 @@ impl<T: Send + 'static> Readers<T> {
     /// Starts `count` threads. Error: the system gives none.
     pub fn new(count: usize) -> Result<Readers<T>> {
         let queue = Arc::new(Queue {
-            jobs: Mutex::new(Some(VecDeque::new())),
+            jobs: Mutex::new(Jobs {
+                now: VecDeque::new(),
+                later: VecDeque::new(),
+                later_running: 0,
+                stop: false,
+            }),
             more: Condvar::new(),
             results: Mutex::default(),
             ended: Condvar::new(),
@@ -140,9 +158,30 @@ impl<T: Send + 'static> Readers<T> {
 
     /// Leaves a job to the threads.
     pub fn submit(&self, job: impl FnOnce() -> T + Send + 'static) {
-        let mut jobs = lock(&self.queue.jobs);
-        jobs.as_mut().expect("threads run until the drop").push_back(Box::new(job));
+        lock(&self.queue.jobs).now.push_back(Box::new(job));
         self.queue.more.notify_one();
+    }
+
+    /// Leaves a job to the threads that can wait; `name` is for the two methods below.
+    pub fn submit_later(&self, name: u64, job: impl FnOnce() -> T + Send + 'static) {
+        lock(&self.queue.jobs).later.push_back((name, Box::new(job)));
+        self.queue.more.notify_one();
+    }
+
+    /// Lets a job wait no longer, if it has not started.
+    pub fn hurry(&self, name: u64) {
+        let mut jobs = lock(&self.queue.jobs);
+        if let Some(at) = jobs.later.iter().position(|(later, _)| *later == name) {
+            let (_, job) = jobs.later.remove(at).expect("it was found");
+            jobs.now.push_back(job);
+            self.queue.more.notify_one();
+        }
+    }
+
+    /// Forgets every job that can wait and has not started; returns their names.
+    pub fn forget_later(&self) -> Vec<u64> {
+        let forgotten = std::mem::take(&mut lock(&self.queue.jobs).later);
+        forgotten.into_iter().map(|(name, _)| name).collect()
     }
 
     /// The result of a job that ended, if there is one. A job's panic goes on here.
@@ -171,8 +210,15 @@ impl<T> Queue<T> {
     /// The life of one thread.
     fn work(&self) {
         let mut jobs = lock(&self.jobs);
-        while let Some(waiting) = &mut *jobs {
-            let Some(job) = waiting.pop_front() else {
+        while !jobs.stop {
+            let mut can_wait = false;
+            let mut job = jobs.now.pop_front();
+            if job.is_none() && jobs.later_running < LATER_MAX {
+                job = jobs.later.pop_front().map(|(_, job)| job);
+                can_wait = job.is_some();
+                jobs.later_running += can_wait as usize;
+            }
+            let Some(job) = job else {
                 jobs = self.more.wait(jobs).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
@@ -181,13 +227,18 @@ impl<T> Queue<T> {
             lock(&self.results).push_back(result);
             self.ended.notify_one();
             jobs = lock(&self.jobs);
+            if can_wait {
+                jobs.later_running -= 1;
+                // Another thread may have left the next one alone.
+                self.more.notify_one();
+            }
         }
     }
 }
 
 impl<T> Drop for Readers<T> {
     fn drop(&mut self) {
-        *lock(&self.queue.jobs) = None;
+        lock(&self.queue.jobs).stop = true;
         self.queue.more.notify_all();
         for thread in self.threads.drain(..) {
             // Panics of jobs were caught; a thread has nothing else to report.
@@ -268,6 +319,44 @@ mod tests {
         ended.sort();
         assert_eq!(ended, (0..30).collect::<Vec<_>>());
         assert!(readers.try_take().is_none());
+    }
+
+    /// While the one thread is held up, five jobs queue: two of them can wait.
+    #[test]
+    fn jobs_that_can_wait_do_unless_they_are_hurried_or_forgotten() {
+        let readers = Readers::new(1).unwrap();
+        let gate = Arc::new(std::sync::Barrier::new(2));
+        let theirs = Arc::clone(&gate);
+        readers.submit(move || {
+            theirs.wait();
+            0
+        });
+        readers.submit_later(10, || 10);
+        readers.submit_later(11, || 11);
+        readers.submit_later(12, || 12);
+        readers.submit(|| 1);
+        readers.submit(|| 2);
+        readers.hurry(11);
+        assert_eq!(readers.queue.jobs.lock().unwrap().later.len(), 2);
+        gate.wait();
+        assert_eq!([0; 6].map(|_| readers.take()), [0, 1, 2, 11, 10, 12]);
+
+        let theirs = Arc::clone(&gate);
+        readers.submit(move || {
+            theirs.wait();
+            0
+        });
+        readers.submit_later(13, || 13);
+        // The first one may have been begun by a thread that was faster than this one.
+        let forgotten = readers.forget_later();
+        readers.submit(|| 3);
+        gate.wait();
+        let mut left = vec![0, 3];
+        if forgotten.is_empty() {
+            left.insert(1, 13);
+        }
+        assert_eq!(forgotten.len() + left.len(), 3);
+        assert!(left.into_iter().all(|want| readers.take() == want));
     }
 
     #[test]

@@ -13,7 +13,7 @@
 
 use crate::bail;
 use crate::disk::Readers;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::safetensors::Directory;
 use crate::sys::{Arena, Region};
 use crate::weights::{Expert, ExpertSource};
@@ -32,7 +32,7 @@ pub struct Counters {
     pub hits: u64,
     /// Requests that had to read.
     pub misses: u64,
-    /// Bytes read from disk.
+    /// Bytes read from disk, to the end of each block.
     pub bytes_read: u64,
 }
 
@@ -45,13 +45,37 @@ struct Slot {
     last_use: u64,
     /// Asked for and not yet given up: it stays.
     is_wanted: bool,
+    /// Its read began for an earlier request or on a guess: if that fails, it is tried for whoever
+    /// wants it now.
+    is_older: bool,
 }
 
 /// A read that ended.
 struct Arrival {
-    id: ExpertId,
+    source: Source,
     memory: Region,
     result: Result<()>,
+}
+
+/// Which expert, and where it comes from.
+#[derive(Clone)]
+struct Source {
+    id: ExpertId,
+    directory: Arc<Directory>,
+    experts: Arc<[ExpertSource]>,
+}
+
+impl Source {
+    /// Reads it, wherever this runs.
+    fn read(self, mut memory: Region) -> Arrival {
+        let result = self.experts[self.id.1].read(&self.directory, &mut memory);
+        Arrival { source: self, memory, result }
+    }
+}
+
+/// What the job that reads an expert is called.
+fn name((layer, e): ExpertId) -> u64 {
+    (layer as u64) << 32 | e as u64
 }
 
 /// All expert memory of the process.
@@ -65,6 +89,8 @@ pub struct ExpertStore {
     places: Vec<Vec<Option<u32>>>,
     clock: u64,
     counters: Counters,
+    /// Why a wanted expert did not come.
+    failure: Option<Error>,
 }
 
 impl ExpertStore {
@@ -84,6 +110,7 @@ impl ExpertStore {
             places: Vec::new(),
             clock: 0,
             counters: Counters::default(),
+            failure: None,
         })
     }
 
@@ -100,6 +127,7 @@ impl ExpertStore {
     /// Gives up all experts that were asked for: from now on they may be evicted.
     pub fn give_up_all(&mut self) {
         self.slots.iter_mut().for_each(|slot| slot.is_wanted = false);
+        self.failure = None;
     }
 
     /// Gives up some of a layer's.
@@ -121,58 +149,130 @@ impl ExpertStore {
         wanted: &[u32],
         sources: &Arc<[ExpertSource]>,
     ) -> usize {
-        if self.places.len() <= layer {
-            self.places.resize_with(layer + 1, Vec::new);
-        }
-        if self.places[layer].len() < sources.len() {
-            self.places[layer].resize(sources.len(), None);
-        }
+        self.make_places(layer, sources.len());
         for (count, e) in wanted.iter().map(|e| *e as usize).enumerate() {
             if let Some(place) = self.places[layer][e] {
                 let slot = &mut self.slots[place as usize];
-                self.counters.hits += !slot.is_wanted as u64;
+                if slot.memory.is_none() {
+                    self.readers.hurry(name((layer, e)));
+                    slot.is_older |= !slot.is_wanted;
+                }
+                self.counters.hits += (!slot.is_wanted && slot.memory.is_some()) as u64;
+                self.counters.misses += (!slot.is_wanted && slot.memory.is_none()) as u64;
                 self.clock += 1;
                 (slot.last_use, slot.is_wanted) = (self.clock, true);
                 continue;
             }
-            let bytes = sources[e].bytes();
-            let Some(mut memory) = self.make_room(bytes, sources[e].align()) else { return count };
-            self.clock += 1;
-            self.held_bytes += bytes;
+            let Some(memory) = self.make_room(&sources[e], true) else { return count };
             self.counters.misses += 1;
-            self.counters.bytes_read += sources[e].stored_bytes() as u64;
-            let (id, last_use) = ((layer, e), self.clock);
-            self.places[layer][e] = Some(self.slots.len() as u32);
-            self.slots.push(Slot { id, memory: None, bytes, last_use, is_wanted: true });
-            let (directory, sources) = (Arc::clone(directory), Arc::clone(sources));
-            self.readers.submit(move || {
-                let result = sources[e].read(&directory, &mut memory);
-                Arrival { id, memory, result }
-            });
+            self.read(directory, (layer, e), sources, memory, true);
         }
         wanted.len()
+    }
+
+    /// Reads the experts that `layer` is likely to want, behind all that is wanted now and as far
+    /// as there is room. What was expected before and has not been begun is forgotten.
+    pub fn expect(
+        &mut self,
+        directory: &Arc<Directory>,
+        layer: usize,
+        likely: &[u32],
+        sources: &Arc<[ExpertSource]>,
+    ) {
+        self.forget_expected();
+        self.make_places(layer, sources.len());
+        for e in likely.iter().map(|e| *e as usize) {
+            if let Some(place) = self.places[layer][e] {
+                // Not to be evicted for the others.
+                self.clock += 1;
+                self.slots[place as usize].last_use = self.clock;
+            }
+        }
+        for e in likely.iter().map(|e| *e as usize) {
+            if self.places[layer][e].is_none() {
+                let Some(memory) = self.make_room(&sources[e], false) else { return };
+                self.read(directory, (layer, e), sources, memory, false);
+            }
+        }
+    }
+
+    /// Forgets what is expected, not wanted, and not yet being read.
+    pub fn forget_expected(&mut self) {
+        for name in self.readers.forget_later() {
+            let (layer, e) = ((name >> 32) as usize, name as u32 as usize);
+            let place = self.places[layer][e].expect("what is to be read has a slot");
+            self.remove(place as usize);
+        }
+    }
+
+    fn make_places(&mut self, layer: usize, experts: usize) {
+        if self.places.len() <= layer {
+            self.places.resize_with(layer + 1, Vec::new);
+        }
+        if self.places[layer].len() < experts {
+            self.places[layer].resize(experts, None);
+        }
+    }
+
+    /// Gives the expert `id` a slot and leaves its reading to the threads.
+    fn read(
+        &mut self,
+        directory: &Arc<Directory>,
+        id: ExpertId,
+        sources: &Arc<[ExpertSource]>,
+        memory: Region,
+        is_wanted: bool,
+    ) {
+        let (layer, e) = id;
+        let bytes = sources[e].bytes();
+        self.clock += 1;
+        self.held_bytes += bytes;
+        self.places[layer][e] = Some(self.slots.len() as u32);
+        let (last_use, is_older) = (self.clock, false);
+        self.slots.push(Slot { id, memory: None, bytes, last_use, is_wanted, is_older });
+        let (directory, experts) = (Arc::clone(directory), Arc::clone(sources));
+        let source = Source { id, directory, experts };
+        let job = move || source.read(memory);
+        match is_wanted {
+            true => self.readers.submit(job),
+            false => self.readers.submit_later(name(id), job),
+        }
     }
 
     /// Takes what has been read since; with `wait`, waits for one more read, of which there must
     /// be some. Error: a read of a wanted expert failed; the store is without it and goes on.
     pub fn receive(&mut self, wait: bool) -> Result<()> {
+        if self.failure.is_none() {
+            self.collect(wait);
+        }
+        self.failure.take().map_or(Ok(()), Err)
+    }
+
+    fn collect(&mut self, wait: bool) {
         let mut arrival = self.readers.try_take();
         if arrival.is_none() && wait {
             arrival = Some(self.readers.take());
         }
-        while let Some(Arrival { id, memory, result }) = arrival {
+        while let Some(Arrival { source, memory, result }) = arrival {
+            let id = source.id;
             let place = self.places[id.0][id.1].expect("what is being read has a slot") as usize;
             match result {
-                Ok(()) => self.slots[place].memory = Some(memory),
+                Ok(()) => {
+                    self.counters.bytes_read += memory.len() as u64;
+                    self.slots[place].memory = Some(memory);
+                }
+                Err(_) if self.slots[place].is_wanted && self.slots[place].is_older => {
+                    self.slots[place].is_older = false;
+                    self.readers.submit(move || source.read(memory));
+                }
                 Err(error) => {
                     if self.remove(place).is_wanted {
-                        return Err(error);
+                        self.failure.get_or_insert(error);
                     }
                 }
             }
             arrival = self.readers.try_take();
         }
-        Ok(())
     }
 
     /// Whether an expert that was asked for is in memory.
@@ -186,11 +286,11 @@ impl ExpertStore {
         source.expert(self.slots[place as usize].memory.as_deref().expect("the expert is present"))
     }
 
-    /// Evicts the least recently used experts that nobody wants, until `bytes` fit into a gap.
-    /// `None` when it cannot be done.
-    fn make_room(&mut self, bytes: usize, align: usize) -> Option<Region> {
+    /// Evicts the least recently used experts that nobody wants, until an expert fits into a gap.
+    /// `None` when it cannot be done; without `wait`, also when it cannot be done at once.
+    fn make_room(&mut self, source: &ExpertSource, wait: bool) -> Option<Region> {
         loop {
-            if let Some(memory) = self.arena.take(bytes, align) {
+            if let Some(memory) = self.arena.take(source.bytes(), source.align()) {
                 return Some(memory);
             }
             // A miss costs a read of megabytes: looking at all slots is nothing beside it.
@@ -198,9 +298,12 @@ impl ExpertStore {
             let oldest = idle.clone().filter(|(_, slot)| slot.memory.is_some());
             match oldest.min_by_key(|(_, slot)| slot.last_use) {
                 Some((place, _)) => drop(self.remove(place)),
-                // Left behind by a request that failed; nobody waits for its result.
-                None if idle.count() > 0 => {
-                    let _ = self.receive(true);
+                // Expected, or left behind by a request that failed: nobody waits for the result.
+                None if wait && idle.count() > 0 => {
+                    self.forget_expected();
+                    if self.slots.iter().any(|slot| !slot.is_wanted) {
+                        self.collect(true);
+                    }
                 }
                 None => return None,
             }

@@ -292,7 +292,7 @@ impl Model {
             Mlp::Sparse(moe) => moe::sparse_forms(moe, rows),
         };
         self.norm(compute, rows, &layer.post_attention_norm, forms, scratch);
-        let Scratch { x, input, delta, all, moe: moe_scratch, .. } = scratch;
+        let Scratch { x: residual, input, delta, all, moe: moe_scratch, .. } = scratch;
         let delta = fit(delta, rows * self.config.hidden_size, 0.0);
         match &layer.mlp {
             Mlp::Dense(ffn) => moe::dense(compute, ffn, (input, &all[..rows]), delta, moe_scratch),
@@ -303,11 +303,20 @@ impl Model {
                     observer.routed(index, first + t, moe_scratch.route(t));
                 }
                 let (directory, x) = (&self.directory, (&*input, rows, &all[..]));
-                moe::sparse(compute, moe, index, x, delta, directory, store, moe_scratch)?;
+                let ahead = self.ahead(index + 1, &residual[..rows * self.config.hidden_size]);
+                let guess = (&self.config, ahead.filter(|_| rows == 1));
+                moe::sparse(compute, moe, index, x, delta, directory, store, guess, moe_scratch)?;
             }
         }
-        add(delta, &mut x[..rows * self.config.hidden_size]);
+        add(delta, &mut residual[..rows * self.config.hidden_size]);
         Ok(())
+    }
+
+    /// What to read ahead for: `layer`, if it is a sparse one.
+    fn ahead<'a>(&'a self, layer: usize, residual: &'a [f32]) -> Option<moe::Ahead<'a>> {
+        let next = self.weights.layers.get(layer)?;
+        let Mlp::Sparse(moe) = &next.mlp else { return None };
+        Some(moe::Ahead { layer, moe, norm: &next.post_attention_norm, residual })
     }
 
     fn observe_hidden(&self, layer: usize, first: usize, x: &[f32], observer: &mut dyn Observer) {

@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::experts::ExpertStore;
 use crate::kernels::elementwise::{Axpy, Gate, Sigmoid};
 use crate::kernels::{Activations, Forms, add, fit};
-use crate::ops::{Compute, Product, Stage};
+use crate::ops::{Compute, Product, Stage, rms_norm};
 use crate::quant::Encoded;
 use crate::safetensors::Directory;
 use crate::weights::{Ffn, Moe};
@@ -40,6 +40,60 @@ pub struct Scratch {
     gathered: Gathered,
     pass: Pass,
     results: Results,
+    guess: Guess,
+}
+
+/// Buffers for guessing what the next layer wants.
+#[derive(Default)]
+struct Guess {
+    normed: Vec<f32>,
+    input: Activations,
+    stage: Stage,
+    logits: Vec<f32>,
+    scores: Vec<f32>,
+    biased: Vec<f32>,
+    routes: Vec<(u32, f32)>,
+    likely: Vec<u32>,
+}
+
+/// A sparse layer further on, for which experts are read ahead.
+pub struct Ahead<'a> {
+    /// Index of the layer.
+    pub layer: usize,
+    /// Its experts and their router.
+    pub moe: &'a Moe,
+    /// `[D]`, weight of the norm before its router.
+    pub norm: &'a [f32],
+    /// `[D]`, the residual stream of the one row as it is now: what the layers up to there add to
+    /// it changes the choice little.
+    pub residual: &'a [f32],
+}
+
+impl Guess {
+    /// The experts that the router of `ahead` would choose now, into `likely`. Nothing depends on
+    /// them but what is read early.
+    fn run(&mut self, compute: &mut Compute, config: &Config, ahead: &Ahead<'_>) {
+        let Guess { normed, input, stage, logits, scores, biased, routes, likely } = self;
+        let normed = fit(normed, ahead.residual.len(), 0.0);
+        rms_norm(compute, ahead.residual, ahead.norm, config.rms_norm_eps, normed);
+        let forms = Forms::of_rows(1).and(ahead.moe.router.source.format);
+        compute.prepare(1, normed.len(), forms, |_| &*normed, input);
+        stage.run(compute, 1, |_| Product {
+            matrix: ahead.moe.router.encoded(),
+            x: input,
+            tokens: &[0],
+        });
+        let logits = fit(logits, config.n_routed_experts, 0.0);
+        stage.copy(compute, 0, logits);
+        likely.clear();
+        // Whatever is wrong here, the layer itself will find and name.
+        if logits.iter().all(|logit| logit.is_finite()) {
+            compute.arithmetic.run(Sigmoid { x: logits });
+            routes.clear();
+            choose_experts(logits, &ahead.moe.correction_bias, config, [scores, biased], routes);
+            likely.extend(routes.iter().map(|(e, _)| *e));
+        }
+    }
 }
 
 /// What every row chose.
@@ -341,10 +395,11 @@ pub fn sparse(
     out: &mut [f32],
     directory: &Arc<Directory>,
     store: &mut ExpertStore,
+    (config, mut ahead): (&Config, Option<Ahead<'_>>),
     scratch: &mut Scratch,
 ) -> Result<()> {
     let hidden = out.len() / rows;
-    let Scratch { routes, gathered, pass, results, .. } = scratch;
+    let Scratch { routes, gathered, pass, results, guess, .. } = scratch;
     out.fill(0.0);
     gathered.gather(routes, moe.experts.len());
     // An earlier request may have failed halfway.
@@ -358,7 +413,13 @@ pub fn sparse(
             // What comes next is read meanwhile, as far as there is room for it.
             store.ask(directory, layer, &wanted[in_pass..], &moe.experts);
         }
+        store.forget_expected();
         let turn = Turn { layer, moe, gathered, experts: index..index + count, hidden };
+        // Only where the disk is waited for is there something to win by reading ahead.
+        if let Some(ahead) = ahead.take().filter(|_| !turn.is_complete(store)) {
+            guess.run(compute, config, &ahead);
+            store.expect(directory, ahead.layer, &guess.likely, &ahead.moe.experts);
+        }
         turn.run(compute, store, (x, all), pass, results)?;
         turn.add_up(compute, routes, results, out);
         store.give_up(layer, &wanted[..count]);
@@ -433,6 +494,12 @@ impl Turn<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Whether all its experts are in memory.
+    fn is_complete(&self, store: &ExpertStore) -> bool {
+        let experts = &self.gathered.experts[self.experts.clone()];
+        experts.iter().all(|e| store.is_present((self.layer, *e as usize)))
     }
 
     /// Rows of the turn before those of the expert `at`.

@@ -163,9 +163,46 @@ fn check_store(is_direct: bool) {
     }
     let counters = store.counters();
     assert_eq!((counters.hits, counters.misses), (6, 12));
-    assert_eq!(counters.bytes_read, 12 * moe.experts[0].stored_bytes() as u64);
+    assert_eq!(counters.bytes_read, 12 * moe.experts[0].bytes() as u64);
     let error = ExpertStore::new(expert_bytes - 1, expert_bytes).err().unwrap().to_string();
     assert!(error.contains(&format!("one takes {expert_bytes}")), "{error}");
+}
+
+/// What is expected is read behind what is wanted, counts as a miss for whoever wants it before it
+/// is there and as a hit later, and never takes the place of what is wanted.
+#[test]
+fn expected_experts_arrive_unasked_and_make_room_for_wanted_ones() {
+    let dir = fixture("d_groups_norm");
+    let config = Config::load(&dir).unwrap();
+    let directory = Arc::new(Directory::open(&dir).unwrap());
+    let weights = Weights::bind(&directory, &config).unwrap();
+    let sparse = (weights.layers.iter().enumerate()).filter_map(|(i, layer)| match &layer.mlp {
+        Mlp::Sparse(moe) => Some((i, moe)),
+        Mlp::Dense(_) => None,
+    });
+    let (layer, moe) = sparse.last().unwrap();
+    let expert_bytes = moe.experts[0].bytes();
+    let mut store = ExpertStore::new(3 * expert_bytes, expert_bytes).unwrap();
+    store.expect(&directory, layer, &[1, 4], &moe.experts);
+    while !(store.is_present((layer, 1)) && store.is_present((layer, 4))) {
+        store.receive(true).unwrap();
+    }
+    assert_eq!((store.counters().hits, store.counters().misses), (0, 0));
+    assert_eq!(store.ask(&directory, layer, &[1], &moe.experts), 1);
+    assert_eq!((store.counters().hits, store.counters().misses), (1, 0));
+    // Four are wanted, three fit: the expected one gives way, the wanted one stays.
+    assert_eq!(store.ask(&directory, layer, &[2, 3, 5], &moe.experts), 2);
+    assert!(store.is_present((layer, 1)) && !store.is_present((layer, 4)));
+    // Nothing may be evicted now, so nothing is expected either.
+    store.expect(&directory, layer, &[0], &moe.experts);
+    assert_eq!(store.held_bytes(), 3 * expert_bytes);
+    store.give_up_all();
+    assert_eq!(store.ask(&directory, layer, &[0, 4, 5], &moe.experts), 3);
+    for e in [0, 4, 5] {
+        while !store.is_present((layer, e)) {
+            store.receive(true).unwrap();
+        }
+    }
 }
 
 /// The shard loses a byte while the engine runs: the request fails with file, tensor, offset and
