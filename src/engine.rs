@@ -13,6 +13,7 @@ use crate::disk::{self, Direct};
 use crate::error::{Context, Result};
 use crate::experts::{Counters, ExpertStore};
 use crate::kv::KvCache;
+use crate::memory::Available;
 use crate::model::{LOGITS_ROWS_MAX, Model, Observer, Runtime, Scratch};
 use crate::ops::{Compute, Tally};
 use crate::plan::{Limit, Plan};
@@ -52,6 +53,24 @@ impl Default for Options {
             direct: Direct::Auto,
             isa: Isa::detect(),
         }
+    }
+}
+
+impl Options {
+    /// The memory of a run with these options, where so much is `available`; [`Engine::open`]
+    /// makes the same plan before it reads any weight. Error: it does not fit.
+    pub fn plan(
+        &self,
+        config: &Config,
+        weights: &Weights,
+        available: Option<&Available>,
+    ) -> Result<Plan> {
+        let index_layers = weights.index_layers();
+        let context_bytes = |tokens| {
+            let kv_bytes = KvCache::bytes(config, &index_layers, tokens);
+            (kv_bytes, Scratch::bytes(config, tokens, self.chunk_rows, self.threads))
+        };
+        Plan::new(weights, self.ctx_tokens, context_bytes, self.limit, available)
     }
 }
 
@@ -118,10 +137,7 @@ impl Engine {
         let mut directory = Directory::open(dir)?;
         let reading_note = disk::prepare(&mut directory, options.direct)?;
         let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
-        let kv_bytes = KvCache::bytes(&config, &weights.index_layers(), options.ctx_tokens);
-        let scratch_bytes =
-            Scratch::bytes(&config, options.ctx_tokens, options.chunk_rows, options.threads);
-        let plan = Plan::new(&weights, kv_bytes, scratch_bytes, options.limit)?;
+        let plan = options.plan(&config, &weights, Available::now().as_ref())?;
         let store = ExpertStore::new(plan.expert_bytes, plan.largest_expert_bytes)?;
         weights.load(&directory, |bytes| progress(bytes, plan.resident_bytes))?;
         let model = Model::new(config, directory, weights);

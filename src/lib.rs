@@ -8,10 +8,11 @@
 /// Version of the program, as in Cargo.toml (a build with plain `rustc` has no other source).
 pub const VERSION: &str = "0.1.0";
 
-// Layer 0, base: errors, operating system, processor, threads, text.
+// Layer 0, base: errors, operating system, memory, processor, threads, text.
 pub mod cpu;
 pub mod error;
 pub mod json;
+pub mod memory;
 pub mod pool;
 pub mod sys;
 pub mod unicode;

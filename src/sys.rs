@@ -1,5 +1,5 @@
 //! What is asked of the operating system beyond plain `std`: signals, memory in large pages, what
-//! `/proc` says about memory, and whole files that are read with a bound.
+//! `/proc` says about our memory, and whole files that are read with a bound.
 //!
 //! This file holds every `extern "C"` of the crate.
 
@@ -228,12 +228,6 @@ pub fn drive_bytes_read() -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix("read_bytes: ")?.parse().ok())
 }
 
-/// Memory that can be used without swapping, in bytes: MemAvailable. `None` where there is no
-/// such figure.
-pub fn available_memory_bytes() -> Option<usize> {
-    kib_field(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")
-}
-
 /// Largest resident set of this process so far, in bytes (VmHWM); 0 where unknown.
 pub fn peak_rss_bytes() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -241,7 +235,7 @@ pub fn peak_rss_bytes() -> usize {
 }
 
 /// The value of a `Name:   123 kB` line, in bytes.
-fn kib_field(text: &str, name: &str) -> Option<usize> {
+pub fn kib_field(text: &str, name: &str) -> Option<usize> {
     let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: usize = rest.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)

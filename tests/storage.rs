@@ -8,6 +8,7 @@ use colibri::disk::open_direct;
 use colibri::engine::{Engine, Options};
 use colibri::experts::ExpertStore;
 use colibri::kv::KvCache;
+use colibri::memory::Available;
 use colibri::model::Unobserved;
 use colibri::plan::{Limit, Plan};
 use colibri::safetensors::Directory;
@@ -246,9 +247,11 @@ fn the_plan_counts_the_bytes_that_a_person_counts() {
     let resident = 6 * attention + 3 * indexer + 2 * dense + 4 * (router + expert) + head;
     // kv_b is 2016 bytes; what follows it starts at the next multiple of 64.
     let resident_bytes = 4 * resident + 6 * 32;
-    let plan = |limit| Plan::new(&weights, kv_bytes, 1000, limit);
+    let context_bytes = |tokens| (tokens * 576, 1000);
+    let plan = |limit| Plan::new(&weights, 100, context_bytes, limit, None);
     let two_slots = plan(Limit::SlotsPerLayer(2)).unwrap();
     let want = Plan {
+        ram_bytes: resident_bytes + 57_600 + 1000 + 2 * 4 * 4 * expert,
         resident_bytes,
         kv_bytes: 57_600,
         scratch_bytes: 1000,
@@ -270,6 +273,56 @@ fn a_budget_that_cannot_hold_the_model_is_refused_with_the_number_that_would() {
     let options = Options { limit: Limit::RamBytes(1_000_000), ..options() };
     let error = Engine::open(&fixture("a_seed"), options, |_, _| {}).err().unwrap().to_string();
     assert!(error.contains("does not fit in 1.0 MB") && error.contains("--ram"), "{error}");
+}
+
+/// `c_shared` again: 106,752 bytes resident, experts of 2304 in 4 layers of 6. A context of a
+/// megabyte for each token stands in for a large one.
+#[test]
+fn a_refusal_names_what_bounds_it_and_flags_that_just_fit() {
+    let dir = fixture("c_shared");
+    let config = Config::load(&dir).unwrap();
+    let weights = Weights::bind(&Directory::open(&dir).unwrap(), &config).unwrap();
+    let plan = |tokens, token_bytes, limit, available_bytes: Option<usize>| {
+        let free = available_bytes.map(|bytes| Available { bytes, bound: "/g/memory.max".into() });
+        let context_bytes = |tokens| (tokens * token_bytes, 1000);
+        Plan::new(&weights, tokens, context_bytes, limit, free.as_ref())
+    };
+    let refusal = |tokens, token_bytes, limit, available_bytes| {
+        let error = plan(tokens, token_bytes, limit, available_bytes).unwrap_err().to_string();
+        let (why, remedy) =
+            error.split_once(if error.contains("; ") { "; " } else { ": " }).unwrap();
+        (why.to_string(), remedy.to_string())
+    };
+    let (ram, cap, mb) = (Limit::RamBytes, Limit::SlotsPerLayer, 1_000_000);
+    // At least 3000 MB + 106,752 + 1000 + 2304.
+    let (why, remedy) = refusal(3000, mb, ram(2000 * mb), None);
+    assert!(why.starts_with("the model does not fit in 2.0 GB: it needs at least 3.0 GB"), "{why}");
+    assert_eq!(remedy, "give --ram 3.000110056 or more, or give --ctx 1999 or less");
+    let (why, remedy) = refusal(3000, mb, ram(2000 * mb), Some(1500 * mb));
+    assert!(why.contains("does not fit in 1.5 GB (/g/memory.max): it needs"), "{why}");
+    let room = "make room for --ram 3.000110056 (1.5 GB are left: /g/memory.max)";
+    assert_eq!(remedy, format!("{room}, or give --ctx 1499 or less"));
+    // Here --ram is what bounds the context, and still not all that is in the way.
+    let (why, remedy) = refusal(3000, mb, ram(1200 * mb), Some(1500 * mb));
+    assert!(why.contains("does not fit in 1.2 GB: it needs"), "{why}");
+    assert_eq!(remedy, format!("{room}, or give --ctx 1199 or less"));
+    let (why, remedy) = refusal(3000, mb, Limit::Available, Some(3200 * mb));
+    assert!(why.contains("does not fit in 2.7 GB (85 % of 3.2 GB: /g/memory.max)"), "{why}");
+    assert_eq!(remedy, "give --ram 3.000110056 or more, or give --ctx 2719 or less");
+    // No context is small enough.
+    let (_, remedy) = refusal(3000, mb, ram(100_000), None);
+    assert_eq!(remedy, "give --ram 3.000110056 or more");
+    // 107,752 + 57,600 + 6 · 9216 = 220,648, of which 200,000 leave 34,648 for slots of 9216, or
+    // 36,952 for tokens of 576.
+    let (why, remedy) = refusal(100, 576, cap(6), Some(200_000));
+    assert_eq!(why, "the plan needs 0.2 MB, but 0.2 MB are left (/g/memory.max)");
+    assert_eq!(remedy, "give --cap 3 or less, or give --ctx 64 or less");
+    assert!(plan(100, 576, cap(3), Some(200_000)).is_ok());
+    assert!(plan(64, 576, cap(6), Some(200_000)).is_ok());
+    assert!(plan(65, 576, cap(6), Some(200_000)).is_err());
+    let (_, remedy) = refusal(100, 576, ram(mb), Some(200_000));
+    assert_eq!(remedy, "give --ram 0.0002 or less");
+    assert_eq!(plan(100, 576, ram(200_000), Some(200_000)).unwrap().total_bytes(), 200_000);
 }
 
 /// Another model family is refused before any shard is opened.

@@ -8,7 +8,7 @@ const FUNCTION_LINES_MAX: usize = 70;
 
 /// Modules by layer; a file imports from its own layer and the ones before it.
 const LAYERS: [&[&str]; 8] = [
-    &["error", "sys", "json", "unicode", "cpu", "pool"],
+    &["error", "sys", "memory", "json", "unicode", "cpu", "pool"],
     &["float", "quant", "safetensors", "tokenizer"],
     &["kernels", "config"],
     &["weights", "disk", "experts", "plan"],

@@ -9,8 +9,9 @@
 use super::{DIRECT_ALIGN, open_direct, read_direct};
 use crate::bail;
 use crate::error::{Error, Result};
+use crate::memory::Available;
 use crate::safetensors::{Directory, Shard};
-use crate::sys::{self, Pages};
+use crate::sys::Pages;
 use std::time::Instant;
 
 /// How the page cache is used.
@@ -63,7 +64,7 @@ pub fn prepare(directory: &mut Directory, direct: Direct) -> Result<Option<Strin
         return Ok(None);
     }
     let bytes: u64 = directory.shards().iter().map(|shard| shard.bytes).sum();
-    let is_larger = sys::available_memory_bytes().is_some_and(|memory| bytes > memory as u64);
+    let is_larger = Available::now().is_some_and(|memory| bytes > memory.bytes as u64);
     let speeds = probe(largest)?;
     let (is_direct, why) = match speeds {
         [0.0, _] => (false, "the file system has no direct reads".into()),
