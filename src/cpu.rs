@@ -89,12 +89,20 @@ impl FromStr for Isa {
 /// Threads that compute at full speed: physical cores inside the affinity mask, not more than the
 /// cgroup's quota allows. Two hardware threads of one core share the units that bound us.
 pub fn default_threads() -> usize {
-    // Affinity and quota are the standard library's business; it knows nothing of siblings.
-    let allowed = std::thread::available_parallelism().map_or(1, usize::from);
-    allowed.min(physical_cores().unwrap_or(allowed)).max(1)
+    allowed_threads().min(usable_cores())
 }
 
-/// Distinct cores among the processors that this process may run on.
+/// Distinct cores among the processors that this process may run on; where nothing tells which
+/// share a core, as many as it may use at once. At least 1.
+pub fn usable_cores() -> usize {
+    physical_cores().unwrap_or_else(allowed_threads)
+}
+
+/// Affinity and quota are the standard library's business; it knows nothing of siblings.
+fn allowed_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 fn physical_cores() -> Option<usize> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;

@@ -475,6 +475,91 @@ fn the_classes_of_info_hold_every_tensor_and_every_byte() {
     assert!(text(&plain.stdout).starts_with("1 shard, "), "{plain:?}");
 }
 
+/// Integers at these paths of an object, `.` between the keys.
+fn figures<const N: usize>(value: &Value, paths: [&str; N]) -> [u64; N] {
+    paths.map(|path| {
+        let found = path.split('.').try_fold(value, |value, key| value.get(key));
+        found.and_then(Value::as_u64).unwrap_or_else(|| panic!("no integer at {path}"))
+    })
+}
+
+/// `c_shared`, counted by hand as in the test of the plan: f32; 106,752 bytes resident, 576 of
+/// cache for a token, 4 layers of 6 experts of 2304 bytes.
+#[test]
+fn plan_shows_the_bytes_that_a_person_counts() {
+    let model = model("c_shared");
+    let args = ["plan", "--model", &model, "--ctx", "100", "--cap", "2", "--chunk", "16"];
+    let value = one_object(&coli(&[&args[..], &["--threads", "1", "--json"]].concat()));
+    let file = std::fs::metadata(fixture("c_shared").join("model.safetensors")).unwrap().len();
+    let names = ["shards", "model_bytes", "expert_bytes", "expert_count", "expert_layers"];
+    let got = figures(value.get("model").unwrap(), names);
+    assert_eq!(got, [1, file, 4 * 6 * 2304, 24, 4]);
+    let names = ["model.typical_expert_bytes", "model.per_cap_bytes", "model.dense_bytes"];
+    let info = one_object(&coli(&["info", "--json", "--model", &model]));
+    let [all] = figures(&info, ["bytes"]);
+    assert_eq!(figures(&value, names), [2304, 4 * 2304, all - 4 * 6 * 2304]);
+    assert_eq!(value.get("classes"), info.get("classes"));
+    let names = ["resident_bytes", "kv_bytes", "expert_bytes", "slots_per_layer", "scratch_bytes"];
+    let [resident, kv, expert, slots, scratch] = figures(value.get("plan").unwrap(), names);
+    assert_eq!((resident, kv, expert, slots), (106_752, 57_600, 2 * 4 * 2304, 2));
+    let [total, ram] = figures(value.get("plan").unwrap(), ["total_bytes", "ram_bytes"]);
+    assert_eq!((total, ram), (resident + kv + scratch + expert, total));
+    let names = ["dense_bytes", "runtime_bytes", "expert_cache_bytes", "cache_slots_per_layer"];
+    let tiers = value.get("tiers").unwrap();
+    assert_eq!(figures(tiers.get("ram").unwrap(), names), [resident, kv + scratch, expert, 2]);
+    let cold = figures(tiers, ["ram.warm_expert_bytes", "disk.cold_expert_bytes"]);
+    assert_eq!(cold, [2 * 4 * 2304, 4 * 4 * 2304]);
+    assert_eq!(figures(tiers, ["vram.budget_bytes", "vram.expert_capacity"]), [0, 0]);
+    assert!(tiers.get("vram").unwrap().get("devices").unwrap().as_array().unwrap().is_empty());
+    let bottleneck = value.get("expected_bottleneck").unwrap();
+    assert_eq!(bottleneck.as_str(), Some("disk expert misses"));
+    assert_eq!(value.get("warnings").unwrap().as_array().unwrap().len(), 1);
+    assert_eq!(figures(&value, ["version"]), [2]);
+    // All of it in memory; the experts that only a draft head has are counted as well.
+    let value = one_object(&coli(&["plan", "--model", &model, "--json"]));
+    assert_eq!(figures(&value, ["tiers.disk.cold_expert_bytes", "plan.slots_per_layer"]), [0, 6]);
+    assert!(value.get("warnings").unwrap().as_array().unwrap().is_empty());
+    let value = one_object(&coli(&["plan", "--model", &self::model("h_mtp"), "--json"]));
+    let tensors = common::read_safetensors(&fixture("h_mtp").join("model.safetensors"));
+    let experts = |prefix: &str| tensors.iter().filter(|t| t.name.starts_with(prefix)).count() / 3;
+    let layers = (0..=4).map(|layer| experts(&format!("model.layers.{layer}.mlp.experts.")));
+    let layers: Vec<usize> = layers.filter(|experts| *experts > 0).collect();
+    assert!(experts("model.layers.4.mlp.experts.") > 0);
+    let want = [layers.iter().sum::<usize>() as u64, layers.len() as u64];
+    assert_eq!(figures(&value, ["model.expert_count", "model.expert_layers"]), want);
+    let plain = coli(&args);
+    assert!(plain.status.success(), "{plain:?}");
+    for start in ["policy ", "model ", "disk ", "RAM ", "VRAM ", "limit ", "warn "] {
+        assert!(text(&plain.stdout).lines().any(|line| line.starts_with(start)), "{plain:?}");
+    }
+}
+
+/// The flags that a refusal names are taken at their word, to the byte and to the token.
+#[test]
+fn a_refused_plan_names_the_least_ram_and_the_largest_ctx() {
+    let model = model("c_shared");
+    let args = |verb| [verb, "--model", &*model, "--chunk", "16", "--threads", "1"];
+    let plan =
+        |ram: &str, ctx: &str| coli(&[&args("plan")[..], &["--ram", ram, "--ctx", ctx]].concat());
+    let refused = plan("0.01", "100000");
+    assert_eq!((refused.status.code(), refused.stdout.len()), (Some(1), 0), "{refused:?}");
+    let error = text(&refused.stderr);
+    let number = |flag: &str| {
+        let rest = &error[error.find(flag).unwrap() + flag.len()..];
+        rest.split_whitespace().next().unwrap().to_string()
+    };
+    let (ram, ctx) = (number("--ram "), number("--ctx "));
+    assert!(plan(&ram, "100000").status.success(), "{error}");
+    let less = format!("{:.9}", (ram.parse::<f64>().unwrap() * 1e9 - 1.0) / 1e9);
+    assert_eq!(plan(&less, "100000").status.code(), Some(1), "{less}: {error}");
+    assert!(plan("0.01", &ctx).status.success(), "{error}");
+    let more = (ctx.parse::<u32>().unwrap() + 1).to_string();
+    assert_eq!(plan("0.01", &more).status.code(), Some(1), "{more}: {error}");
+    // A run is refused by the same words, before it reads a weight.
+    let rest = ["--ram", "0.01", "--ctx", "100000", "--ids", "1"];
+    assert_eq!(text(&coli(&[&args("run")[..], &rest].concat()).stderr), error);
+}
+
 /// `b_dsa_full` without its indexer, whose index_topk is 8. What counts is what is fed: the prompt
 /// and all new tokens but the last.
 #[test]

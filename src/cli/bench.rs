@@ -28,6 +28,7 @@ pub const VERB: Verb = Verb {
     summary: "measure decode and prefill, as shares of what this machine can do",
     example: "coli bench --model oracle/demo --prefill 128 --limits",
     flags: &[
+        load::PLAN_FLAGS,
         load::FLAGS,
         &[
             Flag::value("--decode", "N", "tokens to decode per round (default 32, 0 for none)"),

@@ -27,7 +27,7 @@ pub const VERB: Verb = Verb {
 };
 
 /// Tensors of one class and format, scales included: how many, and their bytes.
-type Classes = BTreeMap<(&'static str, String), (usize, usize)>;
+pub type Classes = BTreeMap<(&'static str, String), (usize, usize)>;
 
 fn run(args: &Args) -> Result<()> {
     let dir = Path::new(args.required("--model")?);
@@ -42,21 +42,13 @@ fn run(args: &Args) -> Result<()> {
         sys::is_present(&tokenizer_file).then(|| Tokenizer::load(&tokenizer_file)).transpose()?;
     let state_files = state_files(dir)?;
     if args.has("--json") {
-        let rows = classes.iter().map(|((class, format), (tensors, bytes))| {
-            object(vec![
-                ("class", Value::String(class.to_string())),
-                ("format", Value::String(format.clone())),
-                ("tensors", count(*tensors)),
-                ("bytes", count(*bytes)),
-            ])
-        });
         let strings = |names: &[String]| names.iter().cloned().map(Value::String).collect();
         return print_json(&object(vec![
             ("shards", count(directory.shards().len())),
             ("tensors", count(directory.len())),
             ("bytes", count(total_bytes)),
             ("shape", shape(&config)),
-            ("classes", Value::Array(rows.collect())),
+            ("classes", class_rows(&classes)),
             ("mtp", head_format.map_or(Value::Null, |f| Value::String(f.to_string()))),
             ("indexer", Value::Bool(weights.has_indexer)),
             ("tokenizer", tokenizer.map_or(Value::Null, |t| count(t.vocab_size()))),
@@ -89,6 +81,19 @@ fn run(args: &Args) -> Result<()> {
         line(format!("  {:<22} {}", "state files", state_files.join(" ")));
     }
     print_text(&text)
+}
+
+/// One object for each class and format.
+pub fn class_rows(classes: &Classes) -> Value {
+    let rows = classes.iter().map(|((class, format), (tensors, bytes))| {
+        object(vec![
+            ("class", Value::String(class.to_string())),
+            ("format", Value::String(format.clone())),
+            ("tensors", count(*tensors)),
+            ("bytes", count(*bytes)),
+        ])
+    });
+    Value::Array(rows.collect())
 }
 
 /// How the draft head's input projection is stored, if there is a draft head.
@@ -138,7 +143,7 @@ fn shape(c: &Config) -> Value {
 }
 
 /// Counts every tensor of the directory by class and format. Scales count with their matrix.
-fn classes(directory: &Directory, config: &Config, weights: &Weights) -> Classes {
+pub fn classes(directory: &Directory, config: &Config, weights: &Weights) -> Classes {
     let resident = weights.resident().into_iter().map(|matrix| &matrix.source);
     let experts = weights.layers.iter().flat_map(|layer| match &layer.mlp {
         Mlp::Sparse(moe) => &moe.experts[..],

@@ -15,8 +15,8 @@ use crate::sys;
 use std::io::IsTerminal;
 use std::path::Path;
 
-/// Flags of every verb that runs the model.
-pub const FLAGS: &[Flag] = &[
+/// Flags that decide how much memory a run takes.
+pub const PLAN_FLAGS: &[Flag] = &[
     super::MODEL,
     Flag::value("--ctx", "N", "tokens that fit the context (default 4096)").or_env("CTX"),
     Flag::value(
@@ -28,13 +28,17 @@ pub const FLAGS: &[Flag] = &[
     Flag::value("--cap", "N", "expert slots per layer, instead of --ram"),
     Flag::value("--chunk", "N", "prompt rows per pass (default 256); never changes a bit"),
     Flag::value("--threads", "N", "threads that compute (default: cores that we may use)"),
+];
+
+/// Further flags of every verb that runs the model.
+pub const FLAGS: &[Flag] = &[
     Flag::value("--isa", "NAME", "auto, scalar, avx2 or avx512 (default auto); same bits"),
     Flag::value("--direct", "MODE", "reads around the page cache: auto, on or off (default auto)"),
     super::JSON,
 ];
 
 /// The options of the shared flags.
-fn options(args: &Args) -> Result<Options> {
+pub fn options(args: &Args) -> Result<Options> {
     let mut options = Options::default();
     if let Some(ctx) = args.number("--ctx", 1..=1usize << 24)? {
         options.ctx_tokens = ctx;
@@ -53,7 +57,7 @@ fn options(args: &Args) -> Result<Options> {
     }
     // 0 is "decide yourself" for the users of RAM_GB.
     let ram_gb = args.number("--ram", 0.0..=1e6)?.filter(|gb| *gb > 0.0);
-    let ram = ram_gb.map(|gb| Limit::RamBytes((gb * 1e9) as usize));
+    let ram = ram_gb.map(|gb: f64| Limit::RamBytes((gb * 1e9).round() as usize));
     let cap = args.number("--cap", 1..=4096usize)?.map(Limit::SlotsPerLayer);
     if let Some(limit) = cap.or(ram) {
         options.limit = limit;

@@ -16,6 +16,7 @@ mod iobench;
 mod load;
 mod logits;
 mod oracle;
+mod plan;
 mod render;
 mod run;
 mod tokenize;
@@ -89,6 +90,7 @@ pub const VERBS: &[&Verb] = &[
     &tokenize::VERB,
     &render::VERB,
     &info::VERB,
+    &plan::VERB,
     &bench::VERB,
     &iobench::VERB,
 ];

@@ -1,0 +1,349 @@
+//! `coli plan`: where the bytes of a run would lie, exactly, from headers and config.json alone.
+//!
+//! The fields are those of the C engine's plan, version 2, and what a check wants beside them:
+//! `plan`, the bytes that the engine itself would reserve, and `classes`, as `coli info` has them.
+//! A run that does not fit is refused here as it would be there, with the flags that would do.
+
+#![forbid(unsafe_code)]
+
+use super::load::{self, count, object, print_json};
+use super::{Args, Verb, info, print_text};
+use crate::config::Config;
+use crate::cpu;
+use crate::error::{Context, Result};
+use crate::json::Value;
+use crate::memory::Available;
+use crate::plan::{Plan, gb};
+use crate::safetensors::Directory;
+use crate::weights::Weights;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The verb's table entry.
+pub const VERB: Verb = Verb {
+    name: "plan",
+    positional: "",
+    summary: "show what a run would hold in memory, without loading it",
+    example: "coli plan --model tests/fixtures/a_seed --ctx 1000 --ram 0.5",
+    flags: &[load::PLAN_FLAGS, &[super::JSON]],
+    run,
+};
+
+fn run(args: &Args) -> Result<()> {
+    let dir = Path::new(args.required("--model")?);
+    let options = load::options(args)?;
+    let config = Config::load(dir)?;
+    let directory = Directory::open(dir)?;
+    let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
+    let available = Available::now();
+    let plan = options.plan(&config, &weights, available.as_ref())?;
+    let names = directory.iter().map(|(name, tensor)| (name, tensor.bytes as usize));
+    let report = Report {
+        path: std::path::absolute(dir)?,
+        shards: directory.shards().len(),
+        model_bytes: directory.shards().iter().map(|shard| shard.bytes as usize).sum(),
+        experts: Experts::count(names),
+        routed_experts: config.n_routed_experts,
+        ctx_tokens: options.ctx_tokens,
+        available,
+        plan,
+    };
+    if !args.has("--json") {
+        return print_text(&report.text());
+    }
+    let classes = info::class_rows(&info::classes(&directory, &config, &weights));
+    print_json(&report.json(options.threads, classes))
+}
+
+/// Routed experts as the names of the tensors have them, the draft head's included, whether the
+/// forward pass uses them or not.
+struct Experts {
+    count: usize,
+    layers: usize,
+    bytes: usize,
+    /// Bytes of all other tensors.
+    dense_bytes: usize,
+    /// Median of the layers' medians.
+    typical_bytes: usize,
+    /// Sum of the layers' medians: the cost of one slot in every layer.
+    per_cap_bytes: usize,
+}
+
+impl Experts {
+    /// Counts tensors by name and bytes.
+    fn count<'a>(tensors: impl Iterator<Item = (&'a str, usize)>) -> Experts {
+        let mut layers: BTreeMap<usize, BTreeMap<usize, usize>> = BTreeMap::new();
+        let mut dense_bytes = 0;
+        for (name, bytes) in tensors {
+            match expert_of(name) {
+                Some((layer, expert)) => {
+                    *layers.entry(layer).or_default().entry(expert).or_default() += bytes;
+                }
+                None => dense_bytes += bytes,
+            }
+        }
+        let sizes = |layer: &BTreeMap<usize, usize>| layer.values().copied().collect::<Vec<_>>();
+        let medians: Vec<usize> = layers.values().map(|layer| median(sizes(layer))).collect();
+        Experts {
+            count: layers.values().map(BTreeMap::len).sum(),
+            layers: layers.len(),
+            bytes: layers.values().flat_map(BTreeMap::values).sum(),
+            dense_bytes,
+            per_cap_bytes: medians.iter().sum(),
+            typical_bytes: median(medians),
+        }
+    }
+}
+
+/// Layer and index of `model.layers.N.mlp.experts.M.…`.
+fn expert_of(name: &str) -> Option<(usize, usize)> {
+    let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
+    let (expert, _) = rest.strip_prefix("mlp.experts.")?.split_once('.')?;
+    Some((layer.parse().ok()?, expert.parse().ok()?))
+}
+
+/// The middle value, or the mean of the two in the middle; 0 of none.
+fn median(mut values: Vec<usize>) -> usize {
+    values.sort_unstable();
+    match (values.len() / 2, values.len() % 2) {
+        (0, 0) => 0,
+        (middle, 0) => (values[middle - 1] + values[middle]) / 2,
+        (middle, _) => values[middle],
+    }
+}
+
+/// What both forms of the output say.
+struct Report {
+    path: PathBuf,
+    shards: usize,
+    /// Of the files.
+    model_bytes: usize,
+    experts: Experts,
+    /// Of one layer.
+    routed_experts: usize,
+    ctx_tokens: usize,
+    available: Option<Available>,
+    plan: Plan,
+}
+
+impl Report {
+    /// Slots that every layer with experts could have at once.
+    fn slots_per_layer(&self) -> usize {
+        self.plan.expert_bytes.checked_div(self.experts.per_cap_bytes).unwrap_or(0)
+    }
+
+    /// Expert bytes that do not fit into memory.
+    fn cold_bytes(&self) -> usize {
+        self.experts.bytes.saturating_sub(self.plan.expert_bytes)
+    }
+
+    fn bottleneck(&self) -> &'static str {
+        match self.cold_bytes() {
+            0 => "CPU expert compute and RAM bandwidth",
+            _ => "disk expert misses",
+        }
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        if self.experts.count > 0 && self.slots_per_layer() < 1 {
+            warnings.push("memory for less than one expert per layer: nearly all are read".into());
+        }
+        if self.cold_bytes() > 0 {
+            warnings.push(format!("{} of experts stay on disk", gb(self.cold_bytes())));
+        }
+        warnings
+    }
+
+    /// A line for each matter.
+    fn text(&self) -> String {
+        let Report { plan, experts, .. } = self;
+        let free = self.available.as_ref();
+        let mut text = String::new();
+        let mut line = |name, value: &str| text += &format!("{name:<8} {value}\n");
+        line("policy", "quality: placement never changes a bit of the output");
+        line("model", &self.path.display().to_string());
+        let plural = if self.shards == 1 { "" } else { "s" };
+        line(
+            "disk",
+            &format!(
+                "{} in {} shard{plural}: {} experts in {} layers, {}, typically {}; all else {}",
+                gb(self.model_bytes),
+                self.shards,
+                experts.count,
+                experts.layers,
+                gb(experts.bytes),
+                gb(experts.typical_bytes),
+                gb(experts.dense_bytes),
+            ),
+        );
+        line(
+            "RAM",
+            &format!(
+                "{} = {} resident weights + {} cache (ctx {}) + {} scratch + {} experts ({} \
+                 in each layer)",
+                gb(plan.total_bytes()),
+                gb(plan.resident_bytes),
+                gb(plan.kv_bytes),
+                self.ctx_tokens,
+                gb(plan.scratch_bytes),
+                gb(plan.expert_bytes),
+                self.slots_per_layer(),
+            ),
+        );
+        let free = free.map(|free| format!(", {} left: {}", gb(free.bytes), free.bound));
+        line("", &format!("{} allowed{}", gb(plan.ram_bytes), free.unwrap_or_default()));
+        line("VRAM", "not used");
+        line("limit", self.bottleneck());
+        self.warnings().iter().for_each(|warning| line("warn", warning));
+        text
+    }
+
+    /// The schema of the C engine, version 2, then what is ours.
+    fn json(&self, threads: usize, classes: Value) -> Value {
+        let Report { plan, experts, .. } = self;
+        let warnings = self.warnings().into_iter().map(Value::String).collect();
+        object(vec![
+            ("version", count(2)),
+            ("policy", policy()),
+            (
+                "model",
+                object(vec![
+                    ("path", Value::String(self.path.display().to_string())),
+                    ("shards", count(self.shards)),
+                    ("model_bytes", count(self.model_bytes)),
+                    ("dense_bytes", count(experts.dense_bytes)),
+                    ("expert_bytes", count(experts.bytes)),
+                    ("expert_count", count(experts.count)),
+                    ("expert_layers", count(experts.layers)),
+                    ("typical_expert_bytes", count(experts.typical_bytes)),
+                    ("per_cap_bytes", count(experts.per_cap_bytes)),
+                ]),
+            ),
+            (
+                "cpu",
+                object(vec![
+                    ("physical_cores", count(cpu::usable_cores())),
+                    ("thread_policy", word("physical-cores")),
+                    ("threads", count(threads)),
+                ]),
+            ),
+            ("tiers", self.tiers()),
+            ("expected_bottleneck", word(self.bottleneck())),
+            ("decisions", decisions()),
+            ("warnings", Value::Array(warnings)),
+            (
+                "plan",
+                object(vec![
+                    ("ctx_tokens", count(self.ctx_tokens)),
+                    ("ram_bytes", count(plan.ram_bytes)),
+                    ("resident_bytes", count(plan.resident_bytes)),
+                    ("kv_bytes", count(plan.kv_bytes)),
+                    ("scratch_bytes", count(plan.scratch_bytes)),
+                    ("expert_bytes", count(plan.expert_bytes)),
+                    ("largest_expert_bytes", count(plan.largest_expert_bytes)),
+                    ("slots_per_layer", count(self.slots_per_layer())),
+                    ("total_bytes", count(plan.total_bytes())),
+                ]),
+            ),
+            ("classes", classes),
+        ])
+    }
+
+    /// Disk, memory, and the device memory that there never is.
+    fn tiers(&self) -> Value {
+        let Report { plan, experts, available, .. } = self;
+        let free = available.as_ref();
+        let disk = object(vec![
+            ("role", word("cold-backing")),
+            ("model_bytes", count(self.model_bytes)),
+            // Nothing is written beside the model, so the free space is not asked for.
+            ("available_bytes", Value::Null),
+            ("cold_expert_bytes", count(self.cold_bytes())),
+        ]);
+        let ram = object(vec![
+            ("role", word("resident+warm-experts")),
+            ("available_bytes", free.map_or(Value::Null, |free| count(free.bytes))),
+            ("available_bound", free.map_or(Value::Null, |free| word(&free.bound))),
+            ("budget_bytes", count(plan.ram_bytes)),
+            ("dense_bytes", count(plan.resident_bytes)),
+            ("runtime_bytes", count(plan.kv_bytes + plan.scratch_bytes)),
+            ("expert_cache_bytes", count(plan.expert_bytes)),
+            ("warm_expert_bytes", count(experts.bytes - self.cold_bytes())),
+            ("cache_slots_per_layer", count(self.slots_per_layer().min(self.routed_experts))),
+        ]);
+        let vram = object(vec![
+            ("role", word("hot-experts")),
+            ("devices", Value::Array(Vec::new())),
+            ("budget_bytes", count(0)),
+            ("hot_expert_bytes", count(0)),
+            ("expert_capacity", count(0)),
+            ("requires_host_backing", Value::Bool(false)),
+        ]);
+        object(vec![("disk", disk), ("ram", ram), ("vram", vram)])
+    }
+}
+
+fn word(text: &str) -> Value {
+    Value::String(text.into())
+}
+
+/// There is one: nothing that is lossy happens unasked.
+fn policy() -> Value {
+    let kept = ["preserve_quantization", "preserve_router", "quality_preserving"];
+    let kept = kept.map(|name| (name, Value::Bool(true)));
+    object([("name", word("quality"))].into_iter().chain(kept).collect())
+}
+
+/// What lies where, and why.
+fn decisions() -> Value {
+    let decisions = [
+        ("VRAM", "no device is used: the processor computes everything"),
+        ("RAM", "weights that every token needs, cache and scratch; experts get what is left"),
+        ("Disk", "holds all experts; one that is not in memory is read when a token needs it"),
+    ];
+    let decision =
+        |(target, reason)| object(vec![("target", word(target)), ("reason", word(reason))]);
+    Value::Array(decisions.map(decision).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// GLM-5.2: layers 3 to 77 with 256 experts of int4, the draft head's layer 78 of int8; a
+    /// matrix of 2048 × 6144 or 6144 × 2048 each, with a scale for every row.
+    #[test]
+    fn the_experts_of_the_real_model_are_counted_from_names() {
+        let scales = [("gate", 4 * 2048), ("up", 4 * 2048), ("down", 4 * 6144)];
+        let mut tensors = vec![
+            ("model.layers.3.mlp.shared_experts.up_proj.weight".to_string(), 5),
+            ("model.layers.3.mlp.gate.weight".into(), 7),
+            ("model.layers.3.mlp.experts.gate_up_proj".into(), 11),
+            ("lm_head.weight".into(), 13),
+        ];
+        for layer in 3..79 {
+            let weight_bytes = 2048 * 6144 / if layer == 78 { 1 } else { 2 };
+            for expert in 0..256 {
+                for (name, scale_bytes) in scales {
+                    let name =
+                        format!("model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight");
+                    tensors.push((format!("{name}.qs"), scale_bytes));
+                    tensors.push((name, weight_bytes));
+                }
+            }
+        }
+        let experts = Experts::count(tensors.iter().map(|(name, bytes)| (&**name, *bytes)));
+        assert_eq!((experts.count, experts.layers, experts.dense_bytes), (19_456, 76, 36));
+        assert_eq!((experts.typical_bytes, experts.per_cap_bytes), (18_915_328, 1_456_439_296));
+        assert_eq!(experts.bytes, 372_848_459_776);
+    }
+
+    #[test]
+    fn the_median_of_an_even_count_is_the_mean_of_the_middle_two() {
+        assert_eq!(median(vec![]), 0);
+        assert_eq!(median(vec![9]), 9);
+        assert_eq!(median(vec![9, 1, 4]), 4);
+        assert_eq!(median(vec![9, 1, 4, 7]), 5);
+    }
+}
