@@ -181,7 +181,8 @@ fn the_first_version_is_read_by_its_own_names_beside_the_second() {
 #[test]
 fn a_path_that_the_mount_does_not_show_stands_for_its_root() {
     let root = ["", "500000000", "300000000", STAT];
-    let beside = ["/../other", "1000", "0", "inactive_file 0\n"];
+    // Neither a group outside nor one of our own that is only called the same.
+    let [outside, namesake] = ["/../other", "/docker"].map(|dir| [dir, "1000", "0", STAT]);
     let want = bound(300_000_000, "/sys/fs/cgroup/memory.max");
     let other_top = V2_MOUNT.replace("0:32 / ", "0:32 /docker/abc ");
     for (i, (line, mounts)) in [
@@ -196,7 +197,7 @@ fn a_path_that_the_mount_does_not_show_stands_for_its_root() {
     .into_iter()
     .enumerate()
     {
-        let got = v2(&format!("namespace-{i}"), line, mounts, &[root, beside]);
+        let got = v2(&format!("namespace-{i}"), line, mounts, &[root, outside, namesake]);
         assert_eq!(got, want, "{line:?} {mounts:?}");
     }
     // Without a table of mounts, the usual places.

@@ -271,7 +271,8 @@ fn the_plan_counts_the_bytes_that_a_person_counts() {
 #[test]
 fn a_budget_that_cannot_hold_the_model_is_refused_with_the_number_that_would() {
     let options = Options { limit: Limit::RamBytes(1_000_000), ..options() };
-    let error = Engine::open(&fixture("a_seed"), options, |_, _| {}).err().unwrap().to_string();
+    let read = |bytes, _| panic!("{bytes} bytes of weights are read before the refusal");
+    let error = Engine::open(&fixture("a_seed"), options, read).err().unwrap().to_string();
     assert!(error.contains("does not fit in 1.0 MB") && error.contains("--ram"), "{error}");
 }
 
