@@ -158,7 +158,7 @@ impl Experts {
         for layer in &weights.layers {
             let Mlp::Sparse(moe) = &layer.mlp else { continue };
             sizes.sparse_layers += 1;
-            for expert in &moe.experts {
+            for expert in moe.experts.iter() {
                 let bytes = expert.bytes().next_multiple_of(MATRIX_ALIGN);
                 sizes.largest_bytes = sizes.largest_bytes.max(bytes);
                 sizes.all_bytes += bytes;
