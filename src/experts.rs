@@ -7,7 +7,8 @@
 //! cached decides speed only; an expert's bytes are the same from cache and from disk.
 //!
 //! Reads happen behind the caller's back, several at a time: it asks for all that a layer wants,
-//! computes with what is present, and takes the others as they arrive.
+//! computes with what is present, and takes the others as they arrive. What a later layer is likely
+//! to want is read behind all that, and never in its place.
 
 #![forbid(unsafe_code)]
 

@@ -7,7 +7,8 @@
 //! `routed_scaling_factor`.
 //!
 //! Output: Σ over chosen experts in ascending index of weight · down(silu(gate x) · up x), then
-//! the shared expert, unweighted. Each distinct expert of a batch is fetched once.
+//! the shared expert, unweighted. Each distinct expert of a batch is fetched once, and those that
+//! are in memory compute while the others are read.
 
 #![forbid(unsafe_code)]
 
