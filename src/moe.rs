@@ -410,6 +410,7 @@ pub fn sparse(
         let wanted = &gathered.experts[index..];
         let in_pass = gathered.pass_experts(index);
         let count = store.ask(directory, layer, &wanted[..in_pass], &moe.experts);
+        assert!(count > 0, "the largest expert fits the budget");
         if count == in_pass {
             // What comes next is read meanwhile, as far as there is room for it.
             store.ask(directory, layer, &wanted[in_pass..], &moe.experts);
