@@ -8,7 +8,8 @@
 //!    together they are the position's row in the cache.
 //! 3. Per head, with K `[nope, kv_lora]` and V `[v, kv_lora]` the head's rows of Wkv_b:
 //!    q̃ = Kᵀ · q_nope; score[s] = (q̃ · latent[s] + q_rope · k_rope[s]) / √(nope + rope);
-//!    p = softmax over the kept s ≤ t; context = V · Σ_s p[s] · latent[s], s ascending.
+//!    p = softmax over the kept s ≤ t; context = V · Σ_s p[s] · latent[s], s ascending. Both sums
+//!    go through the kept positions once, in blocks of 64, see [`RunningSoftmax`].
 //! 4. out = concat(contexts) · Woᵀ.
 //!
 //! Absorbing Wkv_b into query and output means that cached rows are used as they are: prefill

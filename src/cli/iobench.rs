@@ -9,7 +9,7 @@
 use super::load::{count, float, object, print_json};
 use super::{Args, Flag, Verb, note, print_text};
 use crate::bail;
-use crate::disk::{DIRECT_ALIGN, Readers, open_direct, read_direct};
+use crate::disk::{Readers, open_direct, read_direct};
 use crate::error::{Context, Error, Result};
 use crate::json::Value;
 use crate::safetensors::Directory;
@@ -142,9 +142,8 @@ pub fn measure(
         while begun < reads
             && let Some(mut buffer) = buffers.pop()
         {
-            // A step that shares no factor with most counts visits the blocks in no order; starts
-            // are those of any tensor, rounded to what a direct read can start at.
-            let offset = begun * 7919 % blocks * block_bytes / DIRECT_ALIGN * DIRECT_ALIGN;
+            // A step that shares no factor with most counts visits the blocks in no order.
+            let offset = begun * 7919 % blocks * block_bytes;
             let file = Arc::clone(&file);
             readers.submit(move || {
                 (read_direct(&*file, offset as u64, &mut buffer, block_bytes), buffer)

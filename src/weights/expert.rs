@@ -47,6 +47,8 @@ struct Piece {
     at: usize,
     /// Bytes that the read has before the span.
     skip: usize,
+    /// The matrix (gate, up, down) whose weights or scales come first.
+    first: usize,
 }
 
 /// One routed expert in memory: gate, up and down as stored.
@@ -83,7 +85,7 @@ impl ExpertSource {
                 _ => {
                     let is_direct = directory.shards()[span.shard].direct.is_some();
                     let skip = if is_direct { span.offset as usize % DIRECT_ALIGN } else { 0 };
-                    pieces.push(Piece { span, at: bytes, skip });
+                    pieces.push(Piece { span, at: bytes, skip, first: m });
                 }
             }
             let piece = pieces.last().expect("there is one now");
@@ -103,17 +105,14 @@ impl ExpertSource {
         self.align
     }
 
-    /// Bytes of the three matrices with their scales.
-    pub fn stored_bytes(&self) -> usize {
-        self.gate.bytes() + self.up.bytes() + self.down.bytes()
-    }
-
-    /// Reads it into `memory [bytes()]`. Errors name the tensor, after some tries.
+    /// Reads it into `memory [bytes()]`. Errors, after some tries, name the first matrix of what
+    /// was read together.
     pub fn read(&self, directory: &Directory, memory: &mut [u8]) -> Result<()> {
+        let names = [&self.gate, &self.up, &self.down].map(|matrix| &matrix.name);
         self.pieces.iter().try_for_each(|piece| {
             let mut tries = 1;
             loop {
-                match piece.read(directory, &self.gate.name, memory) {
+                match piece.read(directory, names[piece.first], memory) {
                     Err(_) if tries < TRIES => std::thread::sleep(PAUSE * tries),
                     result => return result,
                 }
@@ -150,7 +149,7 @@ impl Piece {
         }
         // Also where the file system refuses; what is wrong with the file is said here.
         let buffer = &mut memory[self.at + self.skip..][..self.span.bytes];
-        let what = format_args!("expert of {name}");
+        let what = format_args!("{name} and what follows it");
         read_exact_at(&shard.file, &shard.path, what, self.span.offset, buffer)
     }
 }
