@@ -19,6 +19,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 mod choose;
 pub use choose::{Direct, prepare};
@@ -98,12 +99,16 @@ pub fn read_direct(file: &impl ReadAt, offset: u64, buffer: &mut [u8], needed: u
 
 /// Threads that wait for the disk. Jobs start in the order in which they came, those that can wait
 /// behind all others and few at a time; results are taken in the order in which they ended.
+///
+/// A job is done in steps, and is told each time whether it can wait. One that can gives way
+/// between two steps as soon as another is there that cannot.
 pub struct Readers<T> {
     queue: Arc<Queue<T>>,
     threads: Vec<JoinHandle<()>>,
 }
 
-type Job<T> = Box<dyn FnOnce() -> T + Send>;
+/// Does a step of its work, told whether it can wait; `None` while more is to be done.
+type Job<T> = Box<dyn FnMut(bool) -> Option<T> + Send>;
 
 /// Jobs that can wait which run at a time: a drive is nearly as fast with two reads in flight as
 /// with many, and a job that cannot wait still finds a free thread.
@@ -113,8 +118,13 @@ struct Jobs<T> {
     now: VecDeque<Job<T>>,
     /// Jobs that can wait, with what they are called.
     later: VecDeque<(u64, Job<T>)>,
-    /// Of those, how many run.
-    later_running: usize,
+    /// Of those, which are in a step; and whether they must not wait any more.
+    later_running: Vec<(u64, bool)>,
+    /// Threads that are in a step, and since when some are.
+    running: usize,
+    busy_since: Instant,
+    /// Time before that in which some were.
+    busy: Duration,
     /// The threads are to end.
     stop: bool,
 }
@@ -133,7 +143,10 @@ impl<T: Send + 'static> Readers<T> {
             jobs: Mutex::new(Jobs {
                 now: VecDeque::new(),
                 later: VecDeque::new(),
-                later_running: 0,
+                later_running: Vec::new(),
+                running: 0,
+                busy_since: Instant::now(),
+                busy: Duration::ZERO,
                 stop: false,
             }),
             more: Condvar::new(),
@@ -157,31 +170,44 @@ impl<T: Send + 'static> Readers<T> {
     }
 
     /// Leaves a job to the threads.
-    pub fn submit(&self, job: impl FnOnce() -> T + Send + 'static) {
+    pub fn submit(&self, job: impl FnMut(bool) -> Option<T> + Send + 'static) {
         lock(&self.queue.jobs).now.push_back(Box::new(job));
         self.queue.more.notify_one();
     }
 
     /// Leaves a job to the threads that can wait; `name` is for the two methods below.
-    pub fn submit_later(&self, name: u64, job: impl FnOnce() -> T + Send + 'static) {
+    pub fn submit_later(&self, name: u64, job: impl FnMut(bool) -> Option<T> + Send + 'static) {
         lock(&self.queue.jobs).later.push_back((name, Box::new(job)));
         self.queue.more.notify_one();
     }
 
-    /// Lets a job wait no longer, if it has not started.
+    /// Lets a job wait no longer, if it is one that can.
     pub fn hurry(&self, name: u64) {
         let mut jobs = lock(&self.queue.jobs);
-        if let Some(at) = jobs.later.iter().position(|(later, _)| *later == name) {
+        if let Some(running) = jobs.later_running.iter_mut().find(|(later, _)| *later == name) {
+            running.1 = true;
+        } else if let Some(at) = jobs.later.iter().position(|(later, _)| *later == name) {
             let (_, job) = jobs.later.remove(at).expect("it was found");
             jobs.now.push_back(job);
             self.queue.more.notify_one();
         }
     }
 
-    /// Forgets every job that can wait and has not started; returns their names.
-    pub fn forget_later(&self) -> Vec<u64> {
-        let forgotten = std::mem::take(&mut lock(&self.queue.jobs).later);
-        forgotten.into_iter().map(|(name, _)| name).collect()
+    /// Forgets the jobs that can wait, are in no step, and are not to be kept; returns their names.
+    pub fn forget_later(&self, keep: impl Fn(u64) -> bool) -> Vec<u64> {
+        let mut forgotten = Vec::new();
+        lock(&self.queue.jobs).later.retain(|(name, _)| {
+            let is_kept = keep(*name);
+            forgotten.extend((!is_kept).then_some(*name));
+            is_kept
+        });
+        forgotten
+    }
+
+    /// Time so far in which some job was in a step.
+    pub fn busy(&self) -> Duration {
+        let jobs = lock(&self.queue.jobs);
+        jobs.busy + if jobs.running > 0 { jobs.busy_since.elapsed() } else { Duration::ZERO }
     }
 
     /// The result of a job that ended, if there is one. A job's panic goes on here.
@@ -206,30 +232,58 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+impl<T> Jobs<T> {
+    /// A job to do a step of; with its name if it can wait.
+    fn start(&mut self) -> Option<(Option<u64>, Job<T>)> {
+        let mut next = self.now.pop_front().map(|job| (None, job));
+        if next.is_none() && self.later_running.len() < LATER_MAX {
+            let (name, job) = self.later.pop_front()?;
+            self.later_running.push((name, false));
+            next = Some((Some(name), job));
+        }
+        if next.is_some() && self.running == 0 {
+            self.busy_since = Instant::now();
+        }
+        self.running += next.is_some() as usize;
+        next
+    }
+
+    /// Ends the step of a job, which goes on if it is given.
+    fn end(&mut self, name: Option<u64>, job: Option<Job<T>>) {
+        self.running -= 1;
+        if self.running == 0 {
+            self.busy += self.busy_since.elapsed();
+        }
+        let at = self.later_running.iter().position(|(running, _)| Some(*running) == name);
+        let is_hurried = at.is_some_and(|at| self.later_running.swap_remove(at).1);
+        match (job, name) {
+            (Some(job), Some(name)) if !is_hurried => self.later.push_front((name, job)),
+            (Some(job), _) => self.now.push_front(job),
+            (None, _) => {}
+        }
+    }
+}
+
 impl<T> Queue<T> {
     /// The life of one thread.
     fn work(&self) {
         let mut jobs = lock(&self.jobs);
         while !jobs.stop {
-            let mut can_wait = false;
-            let mut job = jobs.now.pop_front();
-            if job.is_none() && jobs.later_running < LATER_MAX {
-                job = jobs.later.pop_front().map(|(_, job)| job);
-                can_wait = job.is_some();
-                jobs.later_running += can_wait as usize;
-            }
-            let Some(job) = job else {
+            let Some((name, mut job)) = jobs.start() else {
                 jobs = self.more.wait(jobs).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
             drop(jobs);
-            let result = catch_unwind(AssertUnwindSafe(job));
-            lock(&self.results).push_back(result);
-            self.ended.notify_one();
+            let step = catch_unwind(AssertUnwindSafe(|| job(name.is_some()))).transpose();
+            let is_over = step.is_some();
+            if let Some(result) = step {
+                lock(&self.results).push_back(result);
+                self.ended.notify_one();
+            }
             jobs = lock(&self.jobs);
-            if can_wait {
-                jobs.later_running -= 1;
-                // Another thread may have left the next one alone.
+            jobs.end(name, (!is_over).then_some(job));
+            // Another thread may have left the next one alone.
+            if name.is_some() && !jobs.later.is_empty() {
                 self.more.notify_one();
             }
         }
@@ -309,10 +363,10 @@ mod tests {
         let together = Arc::new(std::sync::Barrier::new(3));
         for i in 0..30 {
             let together = Arc::clone(&together);
-            readers.submit(move || {
+            readers.submit(move |_| {
                 // Three jobs must be running, or none of them ever ends.
                 together.wait();
-                i
+                Some(i)
             });
         }
         let mut ended: Vec<i32> = (0..30).map(|_| readers.take()).collect();
@@ -327,43 +381,68 @@ mod tests {
         let readers = Readers::new(1).unwrap();
         let gate = Arc::new(std::sync::Barrier::new(2));
         let theirs = Arc::clone(&gate);
-        readers.submit(move || {
+        readers.submit(move |_| {
             theirs.wait();
-            0
+            Some(0)
         });
-        readers.submit_later(10, || 10);
-        readers.submit_later(11, || 11);
-        readers.submit_later(12, || 12);
-        readers.submit(|| 1);
-        readers.submit(|| 2);
+        readers.submit_later(10, |_| Some(10));
+        readers.submit_later(11, |_| Some(11));
+        readers.submit_later(12, |_| Some(12));
+        readers.submit(|_| Some(1));
+        readers.submit(|_| Some(2));
         readers.hurry(11);
         assert_eq!(readers.queue.jobs.lock().unwrap().later.len(), 2);
         gate.wait();
         assert_eq!([0; 6].map(|_| readers.take()), [0, 1, 2, 11, 10, 12]);
 
         let theirs = Arc::clone(&gate);
-        readers.submit(move || {
+        readers.submit(move |_| {
             theirs.wait();
-            0
+            Some(0)
         });
-        readers.submit_later(13, || 13);
-        assert_eq!(readers.forget_later(), [13]);
-        readers.submit(|| 3);
+        readers.submit_later(13, |_| Some(13));
+        readers.submit_later(14, |_| Some(14));
+        assert_eq!(readers.forget_later(|name| name == 14), [13]);
+        readers.submit(|_| Some(3));
         gate.wait();
-        assert_eq!([0; 2].map(|_| readers.take()), [0, 3]);
+        assert_eq!([0; 3].map(|_| readers.take()), [0, 3, 14]);
         assert!(readers.try_take().is_none());
+    }
+
+    /// Three steps of a job that can wait. Before the second, another job comes that cannot; before
+    /// the third, it is hurried, and what comes then does not overtake it.
+    #[test]
+    fn a_job_that_can_wait_gives_way_between_its_steps() {
+        let readers = Arc::new(Readers::new(1).unwrap());
+        let (theirs, mut step, mut told) = (Arc::clone(&readers), 0, Vec::new());
+        readers.submit_later(7, move |can_wait| {
+            step += 1;
+            told.push(can_wait);
+            match step {
+                1 => theirs.submit(|_| Some(vec![])),
+                2 => {
+                    theirs.hurry(7);
+                    theirs.submit(|_| Some(vec![false]));
+                }
+                _ => return Some(std::mem::take(&mut told)),
+            }
+            None
+        });
+        let order = [0; 3].map(|_| readers.take());
+        assert_eq!(order, [vec![], vec![true, true, false], vec![false]]);
+        assert!(readers.busy() > Duration::ZERO);
     }
 
     #[test]
     fn a_panic_in_a_job_reaches_whoever_takes_its_result() {
         let readers = Readers::new(1).unwrap();
-        readers.submit(|| panic!("the drive is gone"));
-        readers.submit(|| 5);
+        readers.submit(|_| panic!("the drive is gone"));
+        readers.submit(|_| Some(5));
         let payload = catch_unwind(AssertUnwindSafe(|| readers.take())).unwrap_err();
         assert_eq!(payload.downcast_ref::<&str>(), Some(&"the drive is gone"));
         assert_eq!(readers.take(), 5);
         // Jobs that nobody waits for do not hang the end.
-        (0..100).for_each(|_| readers.submit(|| 0));
+        (0..100).for_each(|_| readers.submit(|_| Some(0)));
     }
 
     /// 100 bytes from a file of 130, in blocks of 64: the second block is half behind the end.

@@ -207,6 +207,11 @@ impl Engine {
         self.runtime.lock().unwrap_or_else(PoisonError::into_inner).store.counters()
     }
 
+    /// Evicts all routed experts: from here on they are read again.
+    pub fn forget_experts(&self) {
+        self.runtime.lock().unwrap_or_else(PoisonError::into_inner).store.forget_all();
+    }
+
     /// Work done since the engine was opened, or since this was last asked.
     pub fn take_tally(&self) -> Tally {
         let mut runtime = self.runtime.lock().unwrap_or_else(PoisonError::into_inner);

@@ -17,11 +17,14 @@ use crate::disk::Readers;
 use crate::error::{Error, Result};
 use crate::safetensors::Directory;
 use crate::sys::{Arena, Region};
-use crate::weights::{Expert, ExpertSource};
+use crate::weights::{Expert, ExpertSource, Progress};
 use std::sync::Arc;
 
 /// Reads in flight. One expert is megabytes, which the system cuts into many requests.
-pub const READS_MAX: usize = 8;
+pub const READS_MAX: usize = 4;
+
+/// One step of a read that can wait: what is asked for meanwhile waits a millisecond at most.
+const STEP_BYTES: usize = 2 << 20;
 
 /// (layer, expert index)
 pub type ExpertId = (usize, usize);
@@ -35,6 +38,8 @@ pub struct Counters {
     pub misses: u64,
     /// Bytes read from disk, to the end of each block.
     pub bytes_read: u64,
+    /// Time in which at least one read was under way, in nanoseconds.
+    pub busy_ns: u64,
 }
 
 struct Slot {
@@ -67,16 +72,31 @@ struct Source {
 }
 
 impl Source {
-    /// Reads it, wherever this runs.
-    fn read(self, mut memory: Region) -> Arrival {
-        let result = self.experts[self.id.1].read(&self.directory, &mut memory);
-        Arrival { source: self, memory, result }
+    /// The job that reads it into `memory`, wherever that runs.
+    fn into_job(self, memory: Region) -> impl FnMut(bool) -> Option<Arrival> {
+        let (mut memory, mut progress) = (Some(memory), Progress::default());
+        move |can_wait| {
+            let bytes_max = if can_wait { STEP_BYTES } else { usize::MAX };
+            let expert = &self.experts[self.id.1];
+            let room = memory.as_mut().expect("a job that ended has no further step");
+            let read = expert.read_on(&self.directory, room, &mut progress, bytes_max);
+            let result = match read {
+                Ok(false) => return None,
+                read => read.map(|_| ()),
+            };
+            Some(Arrival { source: self.clone(), memory: memory.take()?, result })
+        }
     }
 }
 
 /// What the job that reads an expert is called.
 fn name((layer, e): ExpertId) -> u64 {
     (layer as u64) << 32 | e as u64
+}
+
+/// The expert of a job's name.
+fn id_of(name: u64) -> ExpertId {
+    ((name >> 32) as usize, name as u32 as usize)
 }
 
 /// All expert memory of the process.
@@ -90,6 +110,8 @@ pub struct ExpertStore {
     places: Vec<Vec<Option<u32>>>,
     clock: u64,
     counters: Counters,
+    /// Whether the disk was waited for.
+    has_waited: bool,
     /// Why a wanted expert did not come.
     failure: Option<Error>,
 }
@@ -111,13 +133,19 @@ impl ExpertStore {
             places: Vec::new(),
             clock: 0,
             counters: Counters::default(),
+            has_waited: false,
             failure: None,
         })
     }
 
-    /// Requests and bytes so far.
+    /// Requests and bytes so far, and how long the disk was busy.
     pub fn counters(&self) -> Counters {
-        self.counters
+        Counters { busy_ns: self.readers.busy().as_nanos() as u64, ..self.counters }
+    }
+
+    /// Whether the disk was waited for since this was last asked.
+    pub fn take_waited(&mut self) -> bool {
+        std::mem::take(&mut self.has_waited)
     }
 
     /// Bytes of experts in memory now, those being read included; never above the budget.
@@ -129,6 +157,16 @@ impl ExpertStore {
     pub fn give_up_all(&mut self) {
         self.slots.iter_mut().for_each(|slot| slot.is_wanted = false);
         self.failure = None;
+    }
+
+    /// Evicts every expert that can be: the next ones are read as if none had ever been.
+    pub fn forget_all(&mut self) {
+        self.give_up_all();
+        self.forget_expected(|_| false);
+        while self.slots.iter().any(|slot| slot.memory.is_none()) {
+            self.collect(true);
+        }
+        (0..self.slots.len()).rev().for_each(|place| drop(self.remove(place)));
     }
 
     /// Gives up some of a layer's.
@@ -171,8 +209,8 @@ impl ExpertStore {
         wanted.len()
     }
 
-    /// Reads the experts that `layer` is likely to want, behind all that is wanted now and as far
-    /// as there is room. What was expected before and has not been begun is forgotten.
+    /// Reads the experts that `layer` is likely to want, behind all that is wanted now or was
+    /// expected before, and as far as there is room.
     pub fn expect(
         &mut self,
         directory: &Arc<Directory>,
@@ -180,7 +218,6 @@ impl ExpertStore {
         likely: &[u32],
         sources: &Arc<[ExpertSource]>,
     ) {
-        self.forget_expected();
         self.make_places(layer, sources.len());
         for e in likely.iter().map(|e| *e as usize) {
             if let Some(place) = self.places[layer][e] {
@@ -197,10 +234,10 @@ impl ExpertStore {
         }
     }
 
-    /// Forgets what is expected, not wanted, and not yet being read.
-    pub fn forget_expected(&mut self) {
-        for name in self.readers.forget_later() {
-            let (layer, e) = ((name >> 32) as usize, name as u32 as usize);
+    /// Forgets what is expected, not wanted, not yet wholly read, and not to be kept.
+    pub fn forget_expected(&mut self, keep: impl Fn(ExpertId) -> bool) {
+        for name in self.readers.forget_later(|name| keep(id_of(name))) {
+            let (layer, e) = id_of(name);
             let place = self.places[layer][e].expect("what is to be read has a slot");
             self.remove(place as usize);
         }
@@ -233,7 +270,7 @@ impl ExpertStore {
         self.slots.push(Slot { id, memory: None, bytes, last_use, is_wanted, is_older });
         let (directory, experts) = (Arc::clone(directory), Arc::clone(sources));
         let source = Source { id, directory, experts };
-        let job = move || source.read(memory);
+        let job = source.into_job(memory);
         match is_wanted {
             true => self.readers.submit(job),
             false => self.readers.submit_later(name(id), job),
@@ -252,6 +289,7 @@ impl ExpertStore {
     fn collect(&mut self, wait: bool) {
         let mut arrival = self.readers.try_take();
         if arrival.is_none() && wait {
+            self.has_waited = true;
             arrival = Some(self.readers.take());
         }
         while let Some(Arrival { source, memory, result }) = arrival {
@@ -264,7 +302,7 @@ impl ExpertStore {
                 }
                 Err(_) if self.slots[place].is_wanted && self.slots[place].is_older => {
                     self.slots[place].is_older = false;
-                    self.readers.submit(move || source.read(memory));
+                    self.readers.submit(source.into_job(memory));
                 }
                 Err(error) => {
                     if self.remove(place).is_wanted {
@@ -301,7 +339,7 @@ impl ExpertStore {
                 Some((place, _)) => drop(self.remove(place)),
                 // Expected, or left behind by a request that failed: nobody waits for the result.
                 None if wait && idle.count() > 0 => {
-                    self.forget_expected();
+                    self.forget_expected(|_| false);
                     if self.slots.iter().any(|slot| !slot.is_wanted) {
                         self.collect(true);
                     }

@@ -14,7 +14,7 @@ use crate::experts::ExpertStore;
 use crate::indexer::{self, Selection};
 use crate::kernels::{Activations, Forms, add, fit, tiles};
 use crate::kv::KvCache;
-use crate::moe;
+use crate::moe::{self, Ahead};
 use crate::ops::{Compute, Product, Rope, Rows, Stage, rms_norm};
 use crate::safetensors::Directory;
 use crate::weights::{Layer, Mlp, Weights};
@@ -135,7 +135,14 @@ impl Model {
         let Runtime { compute, store, scratch } = runtime;
         self.embed(tokens, first, scratch)?;
         let (rows, hidden) = (tokens.len(), self.config.hidden_size);
+        let has_waited = store.take_waited();
         for (index, layer) in self.weights.layers.iter().enumerate() {
+            if has_waited && matches!(layer.mlp, Mlp::Dense(_)) {
+                let Scratch { x, all, moe: moe_scratch, .. } = &mut *scratch;
+                let ahead = (self.ahead(index, rows, x), &all[..]);
+                let reads = (&self.directory, &mut *store);
+                moe::look_ahead(compute, &self.config, ahead, reads, moe_scratch);
+            }
             if observer.interrupted() {
                 return Err(Error::interrupted());
             }
@@ -303,20 +310,18 @@ impl Model {
                     observer.routed(index, first + t, moe_scratch.route(t));
                 }
                 let (directory, x) = (&self.directory, (&*input, rows, &all[..]));
-                let ahead = self.ahead(index + 1, &residual[..rows * self.config.hidden_size]);
-                let guess = (&self.config, ahead.filter(|_| rows == 1));
-                moe::sparse(compute, moe, index, x, delta, directory, store, guess, moe_scratch)?;
+                let ahead = (&self.config, self.ahead(index + 1, rows, residual));
+                moe::sparse(compute, moe, index, x, delta, directory, store, ahead, moe_scratch)?;
             }
         }
         add(delta, &mut residual[..rows * self.config.hidden_size]);
         Ok(())
     }
 
-    /// What to read ahead for: `layer`, if it is a sparse one.
-    fn ahead<'a>(&'a self, layer: usize, residual: &'a [f32]) -> Option<moe::Ahead<'a>> {
-        let next = self.weights.layers.get(layer)?;
-        let Mlp::Sparse(moe) = &next.mlp else { return None };
-        Some(moe::Ahead { layer, moe, norm: &next.post_attention_norm, residual })
+    /// The layers from `from` on, while the residual stream of `rows` is `x`.
+    fn ahead<'a>(&'a self, from: usize, rows: usize, x: &'a [f32]) -> Ahead<'a> {
+        let residual = &x[..rows * self.config.hidden_size];
+        Ahead { layers: &self.weights.layers, from, residual }
     }
 
     fn observe_hidden(&self, layer: usize, first: usize, x: &[f32], observer: &mut dyn Observer) {

@@ -21,7 +21,7 @@ use crate::kernels::{Activations, Forms, add, fit};
 use crate::ops::{Compute, Product, Stage, rms_norm};
 use crate::quant::Encoded;
 use crate::safetensors::Directory;
-use crate::weights::{Ffn, Moe};
+use crate::weights::{Ffn, Layer, Mlp, Moe};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -44,7 +44,7 @@ pub struct Scratch {
     guess: Guess,
 }
 
-/// Buffers for guessing what the next layer wants.
+/// Buffers for guessing what layers further on want.
 #[derive(Default)]
 struct Guess {
     normed: Vec<f32>,
@@ -54,46 +54,107 @@ struct Guess {
     scores: Vec<f32>,
     biased: Vec<f32>,
     routes: Vec<(u32, f32)>,
-    likely: Vec<u32>,
+    /// Per layer that was looked at: its index, and its experts, those of most rows first.
+    likely: [(usize, Vec<u32>); LOOKAHEAD],
 }
 
-/// A sparse layer further on, for which experts are read ahead.
+/// Sparse layers that are looked ahead at. While one computes, the disk has the next to read, and
+/// where a guess was poor or all was there, the one behind it.
+pub const LOOKAHEAD: usize = 2;
+
+/// Where a pass is, for reading ahead.
+#[derive(Clone, Copy)]
 pub struct Ahead<'a> {
-    /// Index of the layer.
-    pub layer: usize,
-    /// Its experts and their router.
-    pub moe: &'a Moe,
-    /// `[D]`, weight of the norm before its router.
-    pub norm: &'a [f32],
-    /// `[D]`, the residual stream of the one row as it is now: what the layers up to there add to
-    /// it changes the choice little.
+    /// All layers of the model.
+    pub layers: &'a [Layer],
+    /// The first that lies ahead.
+    pub from: usize,
+    /// `[T, D]`, the residual stream as it is now: what the layers in between add to it changes
+    /// the choices little.
     pub residual: &'a [f32],
 }
 
+impl<'a> Ahead<'a> {
+    /// Index, experts and norm `[D]` of the sparse layers to look at.
+    fn sparse(&self) -> impl Iterator<Item = (usize, &'a Moe, &'a [f32])> {
+        let sparse = |(index, layer): (usize, &'a Layer)| match &layer.mlp {
+            Mlp::Sparse(moe) => Some((index, moe, &layer.post_attention_norm[..])),
+            Mlp::Dense(_) => None,
+        };
+        self.layers.iter().enumerate().skip(self.from).filter_map(sparse).take(LOOKAHEAD)
+    }
+}
+
+/// Reads ahead, behind all that is wanted now. What was expected before and is not any more is
+/// forgotten. `all` is 0, 1, …, T−1 and maybe more.
+pub fn look_ahead(
+    compute: &mut Compute,
+    config: &Config,
+    (ahead, all): (Ahead<'_>, &[u32]),
+    (directory, store): (&Arc<Directory>, &mut ExpertStore),
+    scratch: &mut Scratch,
+) {
+    scratch.guess.run(compute, config, (ahead, all), (directory, store));
+}
+
 impl Guess {
-    /// The experts that the router of `ahead` would choose now, into `likely`. Nothing depends on
-    /// them but what is read early.
-    fn run(&mut self, compute: &mut Compute, config: &Config, ahead: &Ahead<'_>) {
-        let Guess { normed, input, stage, logits, scores, biased, routes, likely } = self;
-        let normed = fit(normed, ahead.residual.len(), 0.0);
-        rms_norm(compute, ahead.residual, ahead.norm, config.rms_norm_eps, normed);
-        let forms = Forms::of_rows(1).and(ahead.moe.router.source.format);
-        compute.prepare(1, normed.len(), forms, |_| &*normed, input);
-        stage.run(compute, 1, |_| Product {
-            matrix: ahead.moe.router.encoded(),
-            x: input,
-            tokens: &[0],
-        });
-        let logits = fit(logits, config.n_routed_experts, 0.0);
-        stage.copy(compute, 0, logits);
-        likely.clear();
-        // Whatever is wrong here, the layer itself will find and name.
-        if logits.iter().all(|logit| logit.is_finite()) {
-            compute.arithmetic.run(Sigmoid { x: logits });
-            routes.clear();
-            choose_experts(logits, &ahead.moe.correction_bias, config, [scores, biased], routes);
-            likely.extend(routes.iter().map(|(e, _)| *e));
+    fn run(
+        &mut self,
+        compute: &mut Compute,
+        config: &Config,
+        (ahead, all): (Ahead<'_>, &[u32]),
+        (directory, store): (&Arc<Directory>, &mut ExpertStore),
+    ) {
+        self.likely.iter_mut().for_each(|(_, likely)| likely.clear());
+        for (i, (layer, moe, norm)) in ahead.sparse().enumerate() {
+            self.likely[i].0 = layer;
+            self.choose(compute, config, (ahead.residual, all), (moe, norm), i);
         }
+        store.forget_expected(|(layer, e)| {
+            self.likely.iter().any(|(at, likely)| *at == layer && likely.contains(&(e as u32)))
+        });
+        for ((layer, moe, _), (_, likely)) in ahead.sparse().zip(&self.likely) {
+            store.expect(directory, layer, likely, &moe.experts);
+        }
+    }
+
+    /// The experts that the router of a layer would choose now, into `likely[at]`. Nothing depends
+    /// on them but what is read early.
+    fn choose(
+        &mut self,
+        compute: &mut Compute,
+        config: &Config,
+        (residual, all): (&[f32], &[u32]),
+        (moe, norm): (&Moe, &[f32]),
+        at: usize,
+    ) {
+        let Guess { normed, input, stage, logits, scores, biased, routes, likely } = self;
+        let (hidden, experts) = (config.hidden_size, config.n_routed_experts);
+        let rows = residual.len() / hidden;
+        let normed = fit(normed, residual.len(), 0.0);
+        rms_norm(compute, residual, norm, config.rms_norm_eps, normed);
+        let row = |t: usize| &normed[t * hidden..(t + 1) * hidden];
+        let forms = Forms::of_rows(rows).and(moe.router.source.format);
+        compute.prepare(rows, hidden, forms, row, input);
+        let tokens = &all[..rows];
+        stage.run(compute, 1, |_| Product { matrix: moe.router.encoded(), x: input, tokens });
+        let logits = fit(logits, rows * experts, 0.0);
+        stage.copy(compute, 0, logits);
+        routes.clear();
+        // Whatever is wrong here, the layer itself will find and name.
+        for logits in logits.chunks_exact_mut(experts).filter(|x| x.iter().all(|x| x.is_finite())) {
+            compute.arithmetic.run(Sigmoid { x: logits });
+            choose_experts(logits, &moe.correction_bias, config, [scores, biased], routes);
+        }
+        // Rows that chose an expert, as the weight of its first route.
+        routes.sort_unstable_by_key(|(e, _)| *e);
+        let likely = &mut likely[at].1;
+        for same in routes.chunk_by_mut(|a, b| a.0 == b.0) {
+            same[0].1 = same.len() as f32;
+            likely.push(same[0].0);
+        }
+        let rows_of = |e: &u32| routes[routes.partition_point(|route| route.0 < *e)].1;
+        likely.sort_unstable_by(|a, b| rows_of(b).total_cmp(&rows_of(a)).then(a.cmp(b)));
     }
 }
 
@@ -158,7 +219,9 @@ impl Scratch {
         let shared = c.moe_intermediate_size * c.n_shared_experts;
         let widest = pass(rows, c.intermediate_size.max(shared));
         let routes = rows * (4 * c.n_routed_experts + 12 * c.top_k);
-        widest.max(pass(pass_rows(rows), c.moe_intermediate_size)) + routes
+        let guess = 4 * rows * (c.hidden_size + 2 * c.n_routed_experts + 2 * c.top_k)
+            + Activations::bytes(rows, c.hidden_size);
+        widest.max(pass(pass_rows(rows), c.moe_intermediate_size)) + routes + guess
     }
 
     /// Chosen experts of row `t`, `(index, weight)` in ascending index.
@@ -396,7 +459,7 @@ pub fn sparse(
     out: &mut [f32],
     directory: &Arc<Directory>,
     store: &mut ExpertStore,
-    (config, mut ahead): (&Config, Option<Ahead<'_>>),
+    (config, ahead): (&Config, Ahead<'_>),
     scratch: &mut Scratch,
 ) -> Result<()> {
     let hidden = out.len() / rows;
@@ -411,16 +474,17 @@ pub fn sparse(
         let in_pass = gathered.pass_experts(index);
         let count = store.ask(directory, layer, &wanted[..in_pass], &moe.experts);
         assert!(count > 0, "the largest expert fits the budget");
+        let mut asked = count;
         if count == in_pass {
             // What comes next is read meanwhile, as far as there is room for it.
-            store.ask(directory, layer, &wanted[in_pass..], &moe.experts);
+            asked += store.ask(directory, layer, &wanted[in_pass..], &moe.experts);
         }
-        store.forget_expected();
         let turn = Turn { layer, moe, gathered, experts: index..index + count, hidden };
         // Only where the disk is waited for is there something to win by reading ahead.
-        if let Some(ahead) = ahead.take().filter(|_| !turn.is_complete(store)) {
-            guess.run(compute, config, &ahead);
-            store.expect(directory, ahead.layer, &guess.likely, &ahead.moe.experts);
+        if turn.is_complete(store) {
+            store.forget_expected(|(expected, _)| expected > layer);
+        } else if asked == wanted.len() {
+            guess.run(compute, config, (ahead, all), (directory, store));
         }
         turn.run(compute, store, (x, all), pass, results)?;
         turn.add_up(compute, routes, results, out);

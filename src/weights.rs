@@ -26,7 +26,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 mod expert;
 mod source;
-pub use expert::{Expert, ExpertSource};
+pub use expert::{Expert, ExpertSource, Progress};
 pub use source::{MatrixSource, Span};
 
 /// One weight matrix `[rows, cols]`: its place on disk and, once loaded, its bytes as stored.

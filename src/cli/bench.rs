@@ -36,6 +36,7 @@ pub const VERB: Verb = Verb {
             Flag::value("--prefill", "N,N", "rows of prompts (default 128, 0 for none)"),
             Flag::value("--rounds", "N", "rounds after the first, which warms up (default 5)"),
             Flag::value("--ref", "FILE", "token ids from a reference file, instead of random ones"),
+            Flag::switch("--cold", "also decode with all experts evicted, and measure the drive"),
             Flag::switch("--limits", "measure memory, multiply-adds and disk, and report shares"),
         ],
     ],
@@ -48,6 +49,7 @@ struct Course {
     depth: usize,
     prefill: Vec<usize>,
     rounds: usize,
+    cold: bool,
 }
 
 /// Medians of the rounds.
@@ -58,6 +60,24 @@ struct Round {
     f32_gflops: f64,
     decode: Option<Measured>,
     prefill: Vec<Measured>,
+    cold: Option<Cold>,
+}
+
+/// Decoding that begins without any expert in memory.
+#[derive(Clone, Copy)]
+struct Cold {
+    measured: Measured,
+    /// Experts that were read, and all the time in which some read was under way.
+    bytes: u64,
+    busy_s: f64,
+    /// What the drive gives at the best number of reads in flight.
+    limit_gbs: f64,
+}
+
+impl Cold {
+    fn gbs(&self) -> f64 {
+        self.bytes as f64 / 1e9 / self.measured.seconds
+    }
 }
 
 /// One measured stretch of tokens.
@@ -90,10 +110,14 @@ fn run(args: &Args) -> Result<()> {
         depth: number("--depth", 0)?,
         prefill: prompts.iter().map(|n| *n as usize).filter(|rows| *rows > 0).collect(),
         rounds: number("--rounds", 5)?.max(1),
+        cold: args.has("--cold"),
     };
     let longest = course.prefill.iter().copied().max().unwrap_or(0);
     let tokens = longest.max(course.depth + course.decode);
-    let setup = Setup::new(args, tokens)?;
+    let mut setup = Setup::new(args, tokens)?;
+    if course.cold {
+        setup.read_direct();
+    }
     let ids = token_ids(args.get("--ref"), setup.config.vocab_size, tokens)?;
     setup.check(&ids)?;
     let shard = iobench::largest_shard(setup.dir)?;
@@ -120,6 +144,10 @@ fn run(args: &Args) -> Result<()> {
         for rows in &course.prefill {
             round.prefill.push(prefill(&engine, &ids[..*rows])?);
         }
+        if course.cold {
+            let limit_gbs = best_disk_gbs(&shard)?;
+            round.cold = Some(cold(&engine, &mut session, (&course, &ids), limit_gbs)?);
+        }
         if i > 0 {
             rounds.push(round);
         }
@@ -130,15 +158,43 @@ fn run(args: &Args) -> Result<()> {
 
 /// What the drive gives at the depth at which the engine reads; `None` for a small file.
 fn disk_limit(path: &Path) -> Result<Option<iobench::Speed>> {
-    const BLOCK_BYTES: usize = 8 << 20;
     if path.metadata()?.len() < BLOCK_BYTES as u64 {
         return Ok(None);
     }
-    let direct = iobench::measure(path, true, BLOCK_BYTES, 64, READS_MAX)?;
+    let direct = iobench::measure(path, true, BLOCK_BYTES, READS, READS_MAX)?;
     match direct {
         Some(speed) => Ok(Some(speed)),
-        None => iobench::measure(path, false, BLOCK_BYTES, 64, READS_MAX),
+        None => iobench::measure(path, false, BLOCK_BYTES, READS, READS_MAX),
     }
+}
+
+/// Block and number of the reads that measure the drive.
+const BLOCK_BYTES: usize = 8 << 20;
+const READS: usize = 64;
+
+/// The best of some depths, around the page cache.
+fn best_disk_gbs(path: &Path) -> Result<f64> {
+    let mut best: f64 = 0.0;
+    for queue in [1, 2, 4, 8] {
+        let speed = iobench::measure(path, true, BLOCK_BYTES, READS, queue)?;
+        best = best.max(speed.map_or(0.0, |speed| speed.gbs));
+    }
+    Ok(best)
+}
+
+/// Decodes as [`decode`] does, behind the same context but without any expert.
+fn cold(
+    engine: &Engine,
+    session: &mut Session<'_>,
+    (course, ids): (&Course, &[u32]),
+    limit_gbs: f64,
+) -> Result<Cold> {
+    engine.forget_experts();
+    let before = engine.expert_counters();
+    let measured = decode(engine, session, course, ids)?;
+    let after = engine.expert_counters();
+    let busy_s = (after.busy_ns - before.busy_ns) as f64 / 1e9;
+    Ok(Cold { measured, bytes: after.bytes_read - before.bytes_read, busy_s, limit_gbs })
 }
 
 /// The ids of a reference, or a fixed random sequence (the same on every machine).
@@ -252,11 +308,22 @@ fn report(
             ("attention_share", float(of(&|m| m.tally.attention_s / m.seconds))),
         ])
     });
+    let cold = rounds[0].cold.map(|_| {
+        let of = |f: &dyn Fn(&Cold) -> f64| of(&|r| r.cold.as_ref().map_or(0.0, f));
+        object(vec![
+            ("tok_s", float(of(&|c| c.measured.tok_s()))),
+            ("disk_gbs", float(of(&Cold::gbs))),
+            ("disk_limit_gbs", float(of(&|c| c.limit_gbs))),
+            ("of_disk_limit", float(of(&|c| c.gbs() / c.limit_gbs))),
+            ("disk_busy", float(of(&|c| c.busy_s / c.measured.seconds))),
+        ])
+    });
     let result = object(vec![
         ("machine", Value::String(machine(compute))),
         ("limits", limits.unwrap_or(Value::Null)),
         ("decode", decode.unwrap_or(Value::Null)),
         ("prefill", Value::Array(prefill.collect())),
+        ("cold", cold.unwrap_or(Value::Null)),
         ("peak_rss_bytes", count(sys::peak_rss_bytes())),
     ]);
     if args.has("--json") { print_json(&result) } else { print_text(&plain(&result, 0)) }

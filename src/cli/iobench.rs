@@ -140,13 +140,14 @@ pub fn measure(
     let (mut begun, mut ended) = (0, 0);
     while ended < reads {
         while begun < reads
-            && let Some(mut buffer) = buffers.pop()
+            && let Some(buffer) = buffers.pop()
         {
             // A step that shares no factor with most counts visits the blocks in no order.
             let offset = begun * 7919 % blocks * block_bytes;
-            let file = Arc::clone(&file);
-            readers.submit(move || {
-                (read_direct(&*file, offset as u64, &mut buffer, block_bytes), buffer)
+            let (file, mut buffer) = (Arc::clone(&file), Some(buffer));
+            readers.submit(move |_| {
+                let mut buffer = buffer.take()?;
+                Some((read_direct(&*file, offset as u64, &mut buffer, block_bytes), buffer))
             });
             begun += 1;
         }

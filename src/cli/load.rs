@@ -6,6 +6,7 @@ use super::{Args, Flag, note, print_text};
 use crate::bail;
 use crate::config::Config;
 use crate::cpu::Isa;
+use crate::disk::Direct;
 use crate::engine::{Engine, Options};
 use crate::error::{Error, Result};
 use crate::json::{Value, to_compact};
@@ -89,6 +90,11 @@ impl Setup<'_> {
             options.ctx_tokens = options.ctx_tokens.max(tokens);
         }
         Ok(Setup { dir, config: Config::load(dir)?, options })
+    }
+
+    /// Reads experts around the page cache, which would hide the drive.
+    pub fn read_direct(&mut self) {
+        self.options.direct = Direct::On;
     }
 
     /// Refuses tokens that cannot be run: none, too many for the context, or an id outside the

@@ -51,6 +51,14 @@ struct Piece {
     first: usize,
 }
 
+/// How far the reading of an expert is.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Progress {
+    piece: usize,
+    /// Of that piece, from the start of its read.
+    bytes: usize,
+}
+
 /// One routed expert in memory: gate, up and down as stored.
 pub struct Expert<'a> {
     /// `[I, D]`
@@ -105,20 +113,34 @@ impl ExpertSource {
         self.align
     }
 
-    /// Reads it into `memory [bytes()]`. Errors, after some tries, name the first matrix of what
-    /// was read together.
-    pub fn read(&self, directory: &Directory, memory: &mut [u8]) -> Result<()> {
+    /// Reads on into `memory [bytes()]`, at most about `bytes_max` bytes (a multiple of
+    /// [`DIRECT_ALIGN`]); true when the expert is complete. Errors, after some tries, name the
+    /// first matrix of what was read together.
+    pub fn read_on(
+        &self,
+        directory: &Directory,
+        memory: &mut [u8],
+        progress: &mut Progress,
+        bytes_max: usize,
+    ) -> Result<bool> {
         let names = [&self.gate, &self.up, &self.down].map(|matrix| &matrix.name);
-        self.pieces.iter().try_for_each(|piece| {
-            let mut tries = 1;
-            loop {
-                match piece.read(directory, names[piece.first], memory) {
-                    Err(_) if tries < TRIES => std::thread::sleep(PAUSE * tries),
-                    result => return result,
+        let piece = &self.pieces[progress.piece];
+        let mut tries = 1;
+        loop {
+            match piece.read(directory, names[piece.first], memory, progress.bytes, bytes_max) {
+                Ok(bytes) => progress.bytes = bytes,
+                Err(_) if tries < TRIES => {
+                    std::thread::sleep(PAUSE * tries);
+                    tries += 1;
+                    continue;
                 }
-                tries += 1;
+                Err(error) => return Err(error),
             }
-        })
+            if progress.bytes == piece.needed_bytes() {
+                *progress = Progress { piece: progress.piece + 1, bytes: 0 };
+            }
+            return Ok(progress.piece == self.pieces.len());
+        }
     }
 
     /// The expert whose `memory` was read.
@@ -138,18 +160,35 @@ impl ExpertSource {
 }
 
 impl Piece {
-    fn read(&self, directory: &Directory, name: &str, memory: &mut [u8]) -> Result<()> {
-        let (shard, needed) = (&directory.shards()[self.span.shard], self.skip + self.span.bytes);
+    /// Bytes from the start of its read to the end of the span.
+    fn needed_bytes(&self) -> usize {
+        self.skip + self.span.bytes
+    }
+
+    /// Reads on, behind the first `done` of the bytes needed; returns how many there are then.
+    fn read(
+        &self,
+        directory: &Directory,
+        name: &str,
+        memory: &mut [u8],
+        done: usize,
+        bytes_max: usize,
+    ) -> Result<usize> {
+        let shard = &directory.shards()[self.span.shard];
+        let end = self.needed_bytes().min(done.saturating_add(bytes_max));
+        let start = self.span.offset - self.skip as u64;
+        let memory = &mut memory[self.at..];
         if let Some(direct) = &shard.direct {
-            let (start, bytes) = (self.span.offset - self.skip as u64, needed);
-            let buffer = &mut memory[self.at..][..bytes.next_multiple_of(DIRECT_ALIGN)];
-            if read_direct(direct, start, buffer, needed) {
-                return Ok(());
+            let buffer = &mut memory[done..end.next_multiple_of(DIRECT_ALIGN)];
+            if read_direct(direct, start + done as u64, buffer, end - done) {
+                return Ok(end);
             }
         }
         // Also where the file system refuses; what is wrong with the file is said here.
-        let buffer = &mut memory[self.at + self.skip..][..self.span.bytes];
+        let done = done.max(self.skip);
         let what = format_args!("{name} and what follows it");
-        read_exact_at(&shard.file, &shard.path, what, self.span.offset, buffer)
+        let at = start + done as u64;
+        read_exact_at(&shard.file, &shard.path, what, at, &mut memory[done..end])?;
+        Ok(end)
     }
 }
