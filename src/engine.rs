@@ -23,12 +23,14 @@ use crate::sys;
 use crate::tokenizer::Tokenizer;
 use crate::weights::Weights;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 /// How a model is opened.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
+    /// Further directories with shards of the container.
+    pub model_dirs: Vec<PathBuf>,
     /// Positions that one session can hold.
     pub ctx_tokens: usize,
     /// Rows of one prefill batch.
@@ -46,6 +48,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Options {
         Options {
+            model_dirs: Vec::new(),
             ctx_tokens: 4096,
             chunk_rows: 256,
             limit: Limit::Available,
@@ -134,7 +137,7 @@ impl Engine {
                 config.vocab_size
             );
         }
-        let mut directory = Directory::open(dir)?;
+        let mut directory = Directory::open_split(dir, &options.model_dirs)?;
         let reading_note = disk::prepare(&mut directory, options.direct)?;
         let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
         let plan = options.plan(&config, &weights, Available::now().as_ref())?;

@@ -1,4 +1,4 @@
-//! The tensor directory: every `*.safetensors` file of one model directory, indexed by name.
+//! The tensor directory: every `*.safetensors` file of one model, indexed by name.
 //!
 //! Owns the headers and the open files; reads no tensor data. A [`Directory`] that opened is proof
 //! that each tensor's byte span lies inside its file, has exactly the size its dtype and shape ask
@@ -80,6 +80,12 @@ pub struct Directory {
 impl Directory {
     /// Opens every shard of `dir` and checks every header; see the module text for what is refused.
     pub fn open(dir: &Path) -> Result<Directory> {
+        Directory::open_split(dir, &[])
+    }
+
+    /// The same for a model whose shards lie in `dir` and in `more` directories. Further errors: a
+    /// file name in two of them; one of `more` without a shard.
+    pub fn open_split(dir: &Path, more: &[PathBuf]) -> Result<Directory> {
         let mut directory = Directory {
             path: dir.to_path_buf(),
             shards: Vec::new(),
@@ -87,7 +93,8 @@ impl Directory {
             index: HashMap::new(),
             stamps: HashMap::new(),
         };
-        for path in shards::list(dir).context(|| dir.display())? {
+        let dirs: Vec<&Path> = [dir].into_iter().chain(more.iter().map(PathBuf::as_path)).collect();
+        for path in shards::list(&dirs)? {
             directory.add_shard(&path).context(|| path.display())?;
         }
         Ok(directory)
@@ -106,7 +113,7 @@ impl Directory {
         self.shards.iter().any(|shard| shard.direct.is_some())
     }
 
-    /// The directory's path as given.
+    /// The path of the model directory as given, that of the first where shards are split.
     pub fn path(&self) -> &Path {
         &self.path
     }

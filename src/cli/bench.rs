@@ -28,6 +28,7 @@ pub const VERB: Verb = Verb {
     summary: "measure decode and prefill, as shares of what this machine can do",
     example: "coli bench --model oracle/demo --prefill 128 --limits",
     flags: &[
+        load::MODEL_FLAGS,
         load::PLAN_FLAGS,
         load::FLAGS,
         &[
@@ -120,7 +121,7 @@ fn run(args: &Args) -> Result<()> {
     }
     let ids = token_ids(args.get("--ref"), setup.config.vocab_size, tokens)?;
     setup.check(&ids)?;
-    let shard = iobench::largest_shard(setup.dir)?;
+    let shard = iobench::largest_shard(&load::directory(args)?);
     let engine = setup.open(tokens)?;
     let with_limits = args.has("--limits");
     let mut memory = with_limits.then(limits::Memory::new).transpose()?;

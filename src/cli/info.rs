@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::load::{count, object, print_json};
+use super::load::{self, count, object, print_json};
 use super::{Args, Verb, print_text};
 use crate::config::{Config, IndexerKind, MlpKind};
 use crate::error::{Context, Result};
@@ -22,7 +22,7 @@ pub const VERB: Verb = Verb {
     positional: "",
     summary: "show what a model directory holds, without loading it",
     example: "coli info --model tests/fixtures/a_seed",
-    flags: &[&[super::MODEL, super::JSON]],
+    flags: &[load::MODEL_FLAGS, &[super::JSON]],
     run,
 };
 
@@ -32,7 +32,7 @@ pub type Classes = BTreeMap<(&'static str, String), (usize, usize)>;
 fn run(args: &Args) -> Result<()> {
     let dir = Path::new(args.required("--model")?);
     let config = Config::load(dir)?;
-    let directory = Directory::open(dir)?;
+    let directory = load::directory(args)?;
     let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
     let classes = classes(&directory, &config, &weights);
     let total_bytes = classes.values().map(|(_, bytes)| bytes).sum();

@@ -6,7 +6,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::load::{count, float, object, print_json};
+use super::load::{self, count, float, object, print_json};
 use super::{Args, Flag, Verb, note, print_text};
 use crate::bail;
 use crate::disk::{Readers, open_direct, read_direct};
@@ -25,13 +25,19 @@ pub const VERB: Verb = Verb {
     positional: "FILE",
     summary: "measure a drive as the engine reads it",
     example: "coli iobench --model /models/glm-5.2 --queue 1,4,8",
-    flags: &[&[
-        super::MODEL,
-        Flag::value("--block-mb", "N", "mebibytes of one read (default 18: an expert of GLM-5.2)"),
-        Flag::value("--reads", "N", "reads of each row (default 64)"),
-        Flag::value("--queue", "N,N", "reads in flight (default 1,2,4,8,16)"),
-        super::JSON,
-    ]],
+    flags: &[
+        load::MODEL_FLAGS,
+        &[
+            Flag::value(
+                "--block-mb",
+                "N",
+                "mebibytes of one read (default 18: an expert of GLM-5.2)",
+            ),
+            Flag::value("--reads", "N", "reads of each row (default 64)"),
+            Flag::value("--queue", "N,N", "reads in flight (default 1,2,4,8,16)"),
+            super::JSON,
+        ],
+    ],
     run,
 };
 
@@ -50,7 +56,7 @@ pub struct Speed {
 
 fn run(args: &Args) -> Result<()> {
     let path = match &args.positional[..] {
-        [] => largest_shard(Path::new(args.required("--model")?))?,
+        [] => largest_shard(&load::directory(args)?),
         [file] => PathBuf::from(file),
         _ => return Err(Error::usage("iobench takes one file")),
     };
@@ -99,11 +105,10 @@ fn row_value(speed: &Speed, queue: usize) -> Value {
     ])
 }
 
-/// The largest shard of a model directory.
-pub fn largest_shard(dir: &Path) -> Result<PathBuf> {
-    let directory = Directory::open(dir)?;
+/// The largest shard of a model.
+pub fn largest_shard(directory: &Directory) -> PathBuf {
     let largest = directory.shards().iter().max_by_key(|shard| shard.bytes);
-    Ok(largest.expect("a directory has shards").path.clone())
+    largest.expect("a directory has shards").path.clone()
 }
 
 /// Reads `reads` blocks of `path` at scattered places, `queue` of them at a time. `None` when the

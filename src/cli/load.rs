@@ -12,13 +12,21 @@ use crate::error::{Error, Result};
 use crate::json::{Value, to_compact};
 use crate::model::Observer;
 use crate::plan::{Limit, gb};
+use crate::safetensors::Directory;
 use crate::sys;
 use std::io::IsTerminal;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+/// Flags that say where the shards are.
+pub const MODEL_FLAGS: &[Flag] = &[
+    super::MODEL,
+    Flag::value("--model-dirs", "DIR,DIR", "further directories with shards of the model")
+        .or_env("COLI_MODEL_DIRS")
+        .repeated(),
+];
 
 /// Flags that decide how much memory a run takes.
 pub const PLAN_FLAGS: &[Flag] = &[
-    super::MODEL,
     Flag::value("--ctx", "N", "tokens that fit the context (default 4096)").or_env("CTX"),
     Flag::value(
         "--ram",
@@ -38,9 +46,21 @@ pub const FLAGS: &[Flag] = &[
     super::JSON,
 ];
 
+/// The directories of a flag: separated by commas or semicolons, or one each time it is given.
+fn dirs(args: &Args, name: &str) -> Vec<PathBuf> {
+    let values = args.all(name);
+    let parts = values.iter().flat_map(|value| value.split([',', ';']));
+    parts.filter(|part| !part.is_empty()).map(PathBuf::from).collect()
+}
+
+/// Opens the shards that [`MODEL_FLAGS`] name.
+pub fn directory(args: &Args) -> Result<Directory> {
+    Directory::open_split(Path::new(args.required("--model")?), &dirs(args, "--model-dirs"))
+}
+
 /// The options of the shared flags.
 pub fn options(args: &Args) -> Result<Options> {
-    let mut options = Options::default();
+    let mut options = Options { model_dirs: dirs(args, "--model-dirs"), ..Options::default() };
     if let Some(ctx) = args.number("--ctx", 1..=1usize << 24)? {
         options.ctx_tokens = ctx;
     }

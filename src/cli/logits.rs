@@ -19,6 +19,7 @@ pub const VERB: Verb = Verb {
     summary: "write the logits of every position as raw f32, with a hash of their bytes",
     example: "coli logits --model tests/fixtures/a_seed --ids 3,14,159 --out /tmp/logits.f32",
     flags: &[
+        load::MODEL_FLAGS,
         load::PLAN_FLAGS,
         load::FLAGS,
         &[

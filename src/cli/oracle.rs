@@ -27,6 +27,7 @@ pub const VERB: Verb = Verb {
     example: "coli oracle --model tests/fixtures/a_seed --logits \
               tests/fixtures/a_seed/logits_cfgeps.f32",
     flags: &[
+        load::MODEL_FLAGS,
         load::PLAN_FLAGS,
         load::FLAGS,
         &[

@@ -14,7 +14,6 @@ use crate::error::{Context, Result};
 use crate::json::Value;
 use crate::memory::Available;
 use crate::plan::{Plan, gb};
-use crate::safetensors::Directory;
 use crate::weights::Weights;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,7 +24,7 @@ pub const VERB: Verb = Verb {
     positional: "",
     summary: "show what a run would hold in memory, without loading it",
     example: "coli plan --model tests/fixtures/a_seed --ctx 1000 --ram 0.5",
-    flags: &[load::PLAN_FLAGS, &[super::JSON]],
+    flags: &[load::MODEL_FLAGS, load::PLAN_FLAGS, &[super::JSON]],
     run,
 };
 
@@ -33,7 +32,7 @@ fn run(args: &Args) -> Result<()> {
     let dir = Path::new(args.required("--model")?);
     let options = load::options(args)?;
     let config = Config::load(dir)?;
-    let directory = Directory::open(dir)?;
+    let directory = load::directory(args)?;
     let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
     let available = Available::now();
     let plan = options.plan(&config, &weights, available.as_ref())?;

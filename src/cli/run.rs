@@ -27,6 +27,7 @@ pub const VERB: Verb = Verb {
     summary: "complete one prompt",
     example: "coli run --model oracle/demo --temp 0 -n 32 \"Tell me about the sea.\"",
     flags: &[
+        load::MODEL_FLAGS,
         load::PLAN_FLAGS,
         load::FLAGS,
         &[

@@ -1,4 +1,7 @@
-//! Which files of a directory are shards, and whether a numbered one is missing.
+//! Which files of a model's directories are shards, and whether a numbered one is missing.
+//!
+//! Shards may be spread over several directories: their union is one container, in byte order of
+//! the file names. A name that occurs in two of them is refused, for nobody could say which counts.
 //!
 //! People count files and find the right number while one is absent, because another family's
 //! file filled the count. So every numbered family is checked on its own: the converter's `out-`,
@@ -9,9 +12,10 @@
 
 use crate::bail;
 use crate::error::{Context, Result};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// Most shards of one directory. Each is an open file; usual limits are 1024 of them.
+/// Most shards of one model. Each is an open file; usual limits are 1024 of them.
 const SHARDS_MAX: usize = 512;
 
 /// Shorter runs of digits are names, not shard numbers.
@@ -24,25 +28,47 @@ const CONVERTER_PREFIXES: [&str; 3] = ["out-", "out-idx-", "out-mtp-"];
 
 const EXTENSION: &str = ".safetensors";
 
-/// The shards of `dir` in byte order of their names; `._*` files (resource forks) are ignored.
-pub fn list(dir: &Path) -> Result<Vec<PathBuf>> {
+/// The shards of `dirs` in byte order of their names; `._*` files (resource forks) are ignored.
+/// Errors: a directory without a shard, except that the first may leave them all to others; a name
+/// that occurs twice; a gap.
+pub fn list(dirs: &[&Path]) -> Result<Vec<PathBuf>> {
     let mut names = Vec::new();
+    for (i, dir) in dirs.iter().enumerate() {
+        let is_optional = i == 0 && dirs.len() > 1;
+        add_names(dir, is_optional, &mut names).context(|| dir.display())?;
+    }
+    names.sort_by(|(a, _), (b, _)| a.as_encoded_bytes().cmp(b.as_encoded_bytes()));
+    if let Some([(name, a), (_, b)]) = names.array_windows().find(|[(a, _), (b, _)]| a == b) {
+        bail!("{}: also in {}", a.join(name).display(), b.display());
+    }
+    check_numbers(names.iter().filter_map(|(name, _)| name.to_str())).context(|| {
+        let dirs: Vec<String> = dirs.iter().map(|dir| dir.display().to_string()).collect();
+        format!("{}: shards", dirs.join(", "))
+    })?;
+    Ok(names.iter().map(|(name, dir)| dir.join(name)).collect())
+}
+
+/// Adds the shards of one directory.
+fn add_names<'a>(
+    dir: &'a Path,
+    is_optional: bool,
+    names: &mut Vec<(OsString, &'a Path)>,
+) -> Result<()> {
+    let before = names.len();
     for entry in std::fs::read_dir(dir)? {
         let name = entry?.file_name();
         let bytes = name.as_encoded_bytes();
         if bytes.ends_with(EXTENSION.as_bytes()) && !bytes.starts_with(b"._") {
-            names.push(name);
+            names.push((name, dir));
         }
         if names.len() > SHARDS_MAX {
             bail!("more than {SHARDS_MAX} {EXTENSION} files");
         }
     }
-    if names.is_empty() {
+    if names.len() == before && !is_optional {
         bail!("no {EXTENSION} file in this directory");
     }
-    names.sort_by(|a, b| a.as_encoded_bytes().cmp(b.as_encoded_bytes()));
-    check_numbers(names.iter().filter_map(|name| name.to_str())).context(|| "shards")?;
-    Ok(names.iter().map(|name| dir.join(name)).collect())
+    Ok(())
 }
 
 /// A shard name split at its number.

@@ -30,6 +30,50 @@ pub fn integers(value: &Value) -> Vec<u32> {
     value.as_array().unwrap().iter().map(|v| v.as_u64().unwrap() as u32).collect()
 }
 
+/// The tokens of a fixture's reference.
+pub fn full_ids(name: &str) -> Vec<u32> {
+    integers(read_json(&fixture(name).join("ref.json")).get("full_ids").unwrap())
+}
+
+/// FNV-1a64 of the little-endian logits `[T, V]` of `full_ids`, per fixture: what the canonical
+/// arithmetic gives. To change one is to change the output of every model: a deliberate act, with
+/// its reason in the commit. `cargo test --test bits` prints the hashes that differ as lines of
+/// this table; `coli logits --ref ref.json` prints the same hash.
+pub const GOLDEN: [(&str, u64); 23] = [
+    ("a_seed", 0x32ef_e728_e7d4_bd0b),
+    ("b_dsa_full", 0x437f_3b4a_1a4b_bb30),
+    ("c_shared", 0x4ab4_554d_ac62_400b),
+    ("d_groups_norm", 0xbb86_5b00_99ce_5b77),
+    ("e_odd_untied", 0x39b5_e413_e96e_210c),
+    ("g_bf16_sharded", 0x1ff9_17eb_ad06_5e13),
+    ("h_mtp", 0xbec3_d436_1e94_321f),
+    ("i_tied_bias", 0x832c_d017_8ddd_61d8),
+    ("j_legacy", 0x5ef1_29aa_2934_a89e),
+    ("k_long", 0xb5f3_f292_faec_bf3d),
+    ("l_f16", 0x26a6_deb0_5b3e_87c9),
+    ("formats/fp8-block", 0x9f51_6e46_d7fa_1c0a),
+    ("formats/hf-bf16", 0x4f8b_a07a_a4ea_3958),
+    ("formats/hf-fp8", 0xcf5a_35b8_c96a_79b4),
+    ("formats/hf-nvfp4", 0x9599_399d_00da_3345),
+    ("formats/int2-row", 0x65ed_c736_bae8_e4d1),
+    ("formats/int3-g64", 0xf5ca_e3af_f514_b4a5),
+    ("formats/int4-g16", 0x5741_fce4_c853_6a74),
+    ("formats/int4-g32", 0x19b7_6b19_260e_7448),
+    ("formats/int4-g64", 0x7614_962c_b15a_c388),
+    ("formats/int4-row", 0x72b2_4711_1ef7_598e),
+    ("formats/int8-row", 0x4243_8fd0_37ee_4f14),
+    ("formats/mixed", 0x8f15_b905_0e43_40cc),
+];
+
+/// Where a hash starts.
+pub const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+
+/// Continues a hash; starts at [`FNV_OFFSET`].
+pub fn fnv1a64(hash: u64, floats: &[f32]) -> u64 {
+    let bytes = floats.iter().flat_map(|float| float.to_le_bytes());
+    bytes.fold(hash, |hash, byte| (hash ^ byte as u64).wrapping_mul(0x0000_0100_0000_01b3))
+}
+
 /// An empty directory of its own for one test, removed when dropped.
 pub struct TempDir(pub PathBuf);
 
