@@ -31,6 +31,8 @@ use std::sync::{Mutex, PoisonError};
 pub struct Options {
     /// Further directories with shards of the container.
     pub model_dirs: Vec<PathBuf>,
+    /// Directories on other drives with copies of shards.
+    pub mirrors: Vec<PathBuf>,
     /// Positions that one session can hold.
     pub ctx_tokens: usize,
     /// Rows of one prefill batch.
@@ -49,6 +51,7 @@ impl Default for Options {
     fn default() -> Options {
         Options {
             model_dirs: Vec::new(),
+            mirrors: Vec::new(),
             ctx_tokens: 4096,
             chunk_rows: 256,
             limit: Limit::Available,
@@ -138,6 +141,7 @@ impl Engine {
             );
         }
         let mut directory = Directory::open_split(dir, &options.model_dirs)?;
+        options.mirrors.iter().for_each(|mirror| directory.add_mirror(mirror));
         let reading_note = disk::prepare(&mut directory, options.direct)?;
         let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
         let plan = options.plan(&config, &weights, Available::now().as_ref())?;
@@ -187,9 +191,16 @@ impl Engine {
         template.chain(padding).filter(|id| !stops.contains(id)).collect()
     }
 
-    /// A note to show before running: how experts are read, and why, when that was chosen.
+    /// A note to show before running: how experts are read, and why, when that was chosen, and
+    /// from which mirrors.
     pub fn reading_note(&self) -> Option<&str> {
         self.reading_note.as_deref()
+    }
+
+    /// A note to show while running: a mirror whose reads failed is no longer used. Each is
+    /// returned once.
+    pub fn take_mirror_end(&self) -> Option<String> {
+        self.model.directory.take_mirror_end()
     }
 
     /// A note to show before running, when the directory's files make the model compute something

@@ -11,6 +11,7 @@
 
 mod dtype;
 mod header;
+mod mirror;
 mod shards;
 
 #[cfg(test)]
@@ -25,6 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use dtype::Dtype;
+pub use mirror::Mirror;
 
 /// Most tensors of one model; GLM-5.2 has about 118,500. Bounds the memory of the index.
 const TENSORS_MAX: usize = 1 << 20;
@@ -62,6 +64,21 @@ pub struct Shard {
     pub direct: Option<File>,
     /// Length of the file when it was opened.
     pub bytes: u64,
+    /// Gigabytes a second of its drive, as far as reads are shared with [`Mirror`]s.
+    pub gbs: f64,
+}
+
+impl Shard {
+    /// Opens a regular file.
+    fn open(path: &Path) -> Result<Shard> {
+        // Asked before opening, because opening a pipe would block.
+        if !std::fs::metadata(path)?.is_file() {
+            bail!("expected a regular file");
+        }
+        let file = File::open(path)?;
+        let bytes = file.metadata()?.len();
+        Ok(Shard { path: path.to_path_buf(), file, direct: None, bytes, gbs: 1.0 })
+    }
 }
 
 /// All tensors of a model directory.
@@ -69,6 +86,7 @@ pub struct Shard {
 pub struct Directory {
     path: PathBuf,
     shards: Vec<Shard>,
+    mirrors: Vec<Mirror>,
     /// By shard, then by offset.
     tensors: Vec<(Arc<str>, Tensor)>,
     /// Name to position in `tensors`.
@@ -89,6 +107,7 @@ impl Directory {
         let mut directory = Directory {
             path: dir.to_path_buf(),
             shards: Vec::new(),
+            mirrors: Vec::new(),
             tensors: Vec::new(),
             index: HashMap::new(),
             stamps: HashMap::new(),
@@ -100,17 +119,23 @@ impl Directory {
         Ok(directory)
     }
 
-    /// Opens every shard once more, with `open`, for reads around the page cache; where that fails,
+    /// Opens every file once more, with `open`, for reads around the page cache; where that fails,
     /// reads go through it.
     pub fn add_direct(&mut self, open: impl Fn(&Path) -> std::io::Result<File>) {
-        for shard in &mut self.shards {
+        for shard in self.files_mut() {
             shard.direct = open(&shard.path).ok();
         }
     }
 
-    /// Whether any shard is read around the page cache.
+    /// Whether any file is read around the page cache.
     pub fn is_direct(&self) -> bool {
-        self.shards.iter().any(|shard| shard.direct.is_some())
+        (0..self.shards.len()).any(|i| self.is_shard_direct(i))
+    }
+
+    /// Whether a shard or a copy of it is.
+    pub fn is_shard_direct(&self, shard: usize) -> bool {
+        let mut copies = self.copies(shard).map(|(_, copy)| copy);
+        self.shards[shard].direct.is_some() || copies.any(|copy| copy.direct.is_some())
     }
 
     /// The path of the model directory as given, that of the first where shards are split.
@@ -155,16 +180,10 @@ impl Directory {
     }
 
     fn add_shard(&mut self, path: &Path) -> Result<()> {
-        // Asked before opening, because opening a pipe would block.
-        let metadata = std::fs::metadata(path)?;
-        if !metadata.is_file() {
-            bail!("expected a regular file");
-        }
-        let file = File::open(path)?;
-        let bytes = file.metadata()?.len();
-        let Header { entries, data_start, stamps } = header::read(&file, bytes)?;
+        let file = Shard::open(path)?;
+        let Header { entries, data_start, stamps } = header::read(&file.file, file.bytes)?;
         let shard = u32::try_from(self.shards.len()).expect("the number of shards is capped");
-        self.shards.push(Shard { path: path.to_path_buf(), file, direct: None, bytes });
+        self.shards.push(file);
         if self.tensors.len() + entries.len() > TENSORS_MAX {
             bail!("more than {TENSORS_MAX} tensors in the shards up to this one");
         }

@@ -3,11 +3,15 @@
 
 mod common;
 
-use colibri::disk::Direct;
+use colibri::config::Config;
+use colibri::disk::{Direct, open_direct};
 use colibri::engine::{Engine, Options};
 use colibri::model::Unobserved;
 use colibri::plan::Limit;
-use common::{FNV_OFFSET, GOLDEN, TempDir, all_logits, fnv1a64, full_ids};
+use colibri::safetensors::Directory;
+use colibri::sys::Pages;
+use colibri::weights::{ExpertSource, Mlp, Weights};
+use common::{FNV_OFFSET, GOLDEN, TempDir, all_logits, fixture, fnv1a64, full_ids};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -110,7 +114,7 @@ fn coli(verb: &[&str], dir: &Path, flags: &[&str], env: &[(&str, &str)]) -> Outp
 fn every_verb_that_opens_a_model_finds_split_shards() {
     let (first, more) = split("verbs", &[&[1, 2, 3], &[4, 5, 6]]);
     let [a, b] = [0, 1].map(|i| more[i].0.to_str().unwrap());
-    let reference = common::fixture(SHARDED).join("ref.json");
+    let reference = fixture(SHARDED).join("ref.json");
     let reference = reference.to_str().unwrap();
     let bench = ["bench", "--decode", "1", "--prefill", "1", "--rounds", "1"];
     let verbs: [&[&str]; 7] = [
@@ -126,7 +130,8 @@ fn every_verb_that_opens_a_model_finds_split_shards() {
         let output = coli(verb, &first.0, &["--model-dirs", &format!("{a},{b}")], &[]);
         let error = String::from_utf8(output.stderr).unwrap();
         // The shards are smaller than a block: they were found.
-        let is_done = if verb[0] == "iobench" { error.contains("one block") } else { error == "" };
+        let is_done =
+            if verb[0] == "iobench" { error.contains("one block") } else { error.is_empty() };
         assert!(is_done, "{verb:?}: {error}");
     }
     let separators = format!("{a};{b};");
@@ -134,4 +139,173 @@ fn every_verb_that_opens_a_model_finds_split_shards() {
     assert!(output.status.success(), "{output:?}");
     let output = coli(&["info"], &first.0, &["--model-dirs", a, "--model-dirs", b], &[]);
     assert!(output.status.success(), "{output:?}");
+}
+
+/// A directory with copies of the shards `numbers`.
+fn mirror(name: &str, numbers: &[usize]) -> TempDir {
+    let dir = TempDir::new(name);
+    for number in numbers {
+        std::fs::copy(fixture(SHARDED).join(shard(*number)), dir.0.join(shard(*number))).unwrap();
+    }
+    dir
+}
+
+const ALL: [usize; 6] = [1, 2, 3, 4, 5, 6];
+
+/// The ways to read that the file system of the fixtures has.
+fn ways() -> Vec<Direct> {
+    let has_direct = open_direct(&fixture(SHARDED).join(shard(1))).is_ok();
+    [Direct::On, Direct::Off].into_iter().filter(|way| has_direct || *way == Direct::Off).collect()
+}
+
+fn open_mirrored(mirrors: &[TempDir], direct: Direct) -> Engine {
+    open(&fixture(SHARDED), Options { mirrors: paths(mirrors), direct, ..options() }).unwrap()
+}
+
+/// Cuts a file in the midst of its data.
+fn cut(path: &Path) {
+    let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
+    file.set_len(file.metadata().unwrap().len() / 2).unwrap();
+}
+
+/// The share of a mirror is counted by the bytes of its shards: 121,328 + 150,416 of 723,256, and
+/// half of those.
+#[test]
+fn mirrors_change_no_bit_and_are_counted() {
+    for direct in ways() {
+        let mirrors = [mirror("full", &ALL), mirror("partial", &[2, 5])];
+        let engine = open_mirrored(&mirrors[..1], direct);
+        let full = mirrors[0].0.display();
+        let note = format!("mirror {full}: 6 of 6 shards, 50 % of the reads");
+        assert_eq!(engine.reading_note(), Some(&*note));
+        assert_golden(&engine, &note);
+
+        let engine = open_mirrored(&mirrors[1..], direct);
+        let partial = mirrors[1].0.display();
+        let note = format!("mirror {partial}: 2 of 6 shards, 19 % of the reads");
+        assert_eq!(engine.reading_note(), Some(&*note));
+        assert_golden(&engine, &note);
+
+        let engine = open_mirrored(&mirrors, direct);
+        assert_golden(&engine, "both");
+        assert_eq!(engine.take_mirror_end(), None);
+    }
+}
+
+#[test]
+fn a_file_that_is_no_copy_is_named_and_not_used() {
+    let mirrors = [mirror("no-copy", &[3, 4, 5, 6])];
+    let path = |number| mirrors[0].0.join(shard(number));
+    // The last byte of a header of 4200.
+    let mut bytes = std::fs::read(path(5)).unwrap();
+    bytes[8 + 4200 - 1] ^= 1;
+    std::fs::write(path(5), bytes).unwrap();
+    let note = |engine: &Engine| engine.reading_note().unwrap().to_string();
+    let engine = open_mirrored(&mirrors, Direct::Off);
+    let primary = fixture(SHARDED).join(shard(5));
+    let why = format!(
+        "; not used: {}: its header differs from that of {} at byte 4207",
+        path(5).display(),
+        primary.display()
+    );
+    assert!(note(&engine).ends_with(&why), "{}", note(&engine));
+    assert!(note(&engine).contains(": 3 of 6 shards, "), "{}", note(&engine));
+    assert_golden(&engine, "a header that differs");
+    // One that is too short, and one that is no file.
+    cut(&path(3));
+    std::fs::remove_file(path(4)).unwrap();
+    std::fs::create_dir(path(4)).unwrap();
+    std::fs::copy(fixture(SHARDED).join(shard(5)), path(5)).unwrap();
+    let engine = open_mirrored(&mirrors, Direct::Off);
+    let three = fixture(SHARDED).join(shard(3));
+    let why = format!("{}: expected the 139520 bytes of {}", path(3).display(), three.display());
+    let why = format!("; not used: {why}, found 69760 (and 1 more)");
+    assert!(note(&engine).ends_with(&why), "{}", note(&engine));
+    assert_golden(&engine, "files that are no copies");
+}
+
+/// A drive that is not mounted is an empty directory, or none.
+#[test]
+fn a_mirror_that_is_gone_leaves_everything_to_the_shards() {
+    let mirrors = [mirror("gone", &[])];
+    let note = format!("mirror {}: 0 of 6 shards, 0 % of the reads", mirrors[0].0.display());
+    for _ in 0..2 {
+        let engine = open_mirrored(&mirrors, Direct::Off);
+        assert_eq!(engine.reading_note(), Some(&*note));
+        assert_golden(&engine, "no mirror");
+        let _ = std::fs::remove_dir(&mirrors[0].0);
+    }
+}
+
+#[test]
+fn a_mirror_that_fails_while_it_is_used_costs_no_bit_and_is_given_up() {
+    for direct in ways() {
+        let mirrors = [mirror("cut", &ALL)];
+        let engine = open_mirrored(&mirrors, direct);
+        ALL.iter().for_each(|number| cut(&mirrors[0].0.join(shard(*number))));
+        assert_golden(&engine, "a mirror that was cut");
+        let end = engine.take_mirror_end().unwrap();
+        let path = mirrors[0].0.display();
+        let begin = format!("mirror {path} is no longer used: 3 reads failed: {path}/model-0000");
+        assert!(end.starts_with(&begin) && end.contains("ends too soon"), "{end}");
+        assert_eq!(engine.take_mirror_end(), None);
+    }
+}
+
+/// The routed experts of the fixture, read into memory of their own; `None` where that failed.
+fn read_experts(directory: &Directory, weights: &Weights) -> Vec<Option<Vec<Vec<u8>>>> {
+    let read = |source: &ExpertSource| {
+        let mut memory = Pages::<u8>::new(source.bytes()).unwrap();
+        source.read(directory, &mut memory).ok()?;
+        let expert = source.expert(&memory);
+        Some([expert.gate, expert.up, expert.down].map(|m| m.weights.to_vec()).to_vec())
+    };
+    let experts = weights.layers.iter().flat_map(|layer| match &layer.mlp {
+        Mlp::Sparse(moe) => &moe.experts[..],
+        Mlp::Dense(_) => &[],
+    });
+    experts.map(read).collect()
+}
+
+/// The shards are cut after they were opened: what is read of them now, a mirror has given.
+#[test]
+fn reads_go_to_the_drives_in_proportion_to_their_speed() {
+    for is_direct in [false, true] {
+        let (first, mirrors) =
+            (TempDir::with_fixture("cut-first", SHARDED), [mirror("fast", &ALL)]);
+        let config = Config::load(&first.0).unwrap();
+        let mut directory = Directory::open(&first.0).unwrap();
+        directory.add_mirror(&mirrors[0].0);
+        if is_direct {
+            // Where the file system has none, this is the same test again.
+            directory.add_direct(open_direct);
+        }
+        let weights = Weights::bind(&directory, &config).unwrap();
+        let whole = read_experts(&directory, &weights);
+        assert!(whole.iter().all(Option::is_some));
+        for number in ALL {
+            let header_bytes = 8192;
+            let path = first.0.join(shard(number));
+            std::fs::OpenOptions::new()
+                .write(true)
+                .open(path)
+                .unwrap()
+                .set_len(header_bytes)
+                .unwrap();
+        }
+        let count = |directory: &Directory| {
+            let experts = read_experts(directory, &weights);
+            let came = experts.iter().zip(&whole).filter(|(expert, _)| expert.is_some());
+            came.map(|(expert, whole)| assert!(expert == whole, "other bytes")).count()
+        };
+        let equal = count(&directory);
+        assert!((whole.len() / 5..whole.len() * 4 / 5).contains(&equal), "{equal} of the mirror");
+        directory.files_mut().take(6).for_each(|shard| shard.gbs = 0.0);
+        assert_eq!(count(&directory), whole.len());
+        directory.files_mut().for_each(|file| file.gbs = 0.5);
+        directory.files_mut().take(6).for_each(|shard| shard.gbs = 1.5);
+        let hashes = (0..1000).map(|i| i * (u64::MAX / 1000));
+        let mirrored = hashes.filter(|hash| directory.route(3, *hash).is_some()).count();
+        assert!((249..=251).contains(&mirrored), "{mirrored} of 1000");
+    }
 }

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 /// Flags that say where the shards are.
 pub const MODEL_FLAGS: &[Flag] = &[
     super::MODEL,
-    Flag::value("--model-dirs", "DIR,DIR", "further directories with shards of the model")
+    Flag::value("--model-dirs", "DIRS", "further directories with shards, comma-separated")
         .or_env("COLI_MODEL_DIRS")
         .repeated(),
 ];
@@ -43,6 +43,9 @@ pub const PLAN_FLAGS: &[Flag] = &[
 pub const FLAGS: &[Flag] = &[
     Flag::value("--isa", "NAME", "auto, scalar, avx2 or avx512 (default auto); same bits"),
     Flag::value("--direct", "MODE", "reads around the page cache: auto, on or off (default auto)"),
+    Flag::value("--mirror", "DIR", "copies of the model's shards on another drive")
+        .or_env("COLI_MODEL_MIRROR")
+        .repeated(),
     super::JSON,
 ];
 
@@ -60,7 +63,8 @@ pub fn directory(args: &Args) -> Result<Directory> {
 
 /// The options of the shared flags.
 pub fn options(args: &Args) -> Result<Options> {
-    let mut options = Options { model_dirs: dirs(args, "--model-dirs"), ..Options::default() };
+    let (model_dirs, mirrors) = (dirs(args, "--model-dirs"), dirs(args, "--mirror"));
+    let mut options = Options { model_dirs, mirrors, ..Options::default() };
     if let Some(ctx) = args.number("--ctx", 1..=1usize << 24)? {
         options.ctx_tokens = ctx;
     }
@@ -154,19 +158,21 @@ impl Setup<'_> {
     }
 }
 
-/// Stops the forward pass between layers once SIGINT arrived; shows the progress of a prompt.
-pub struct Watch {
+/// Stops the forward pass between layers once SIGINT arrived; shows the progress of a prompt, and
+/// says which mirrors failed.
+pub struct Watch<'a> {
+    engine: &'a Engine,
     bar: Bar,
     tokens: usize,
     layers: usize,
     position: usize,
 }
 
-impl Watch {
+impl<'a> Watch<'a> {
     /// For a run over `tokens` positions of `engine`'s model.
-    pub fn new(engine: &Engine, tokens: usize) -> Watch {
+    pub fn new(engine: &'a Engine, tokens: usize) -> Watch<'a> {
         let layers = engine.config().num_layers;
-        Watch { bar: Bar::new("prompt"), tokens, layers, position: 0 }
+        Watch { engine, bar: Bar::new("prompt"), tokens, layers, position: 0 }
     }
 
     /// Removes the progress line.
@@ -175,7 +181,7 @@ impl Watch {
     }
 }
 
-impl Observer for Watch {
+impl Observer for Watch<'_> {
     fn hidden(&mut self, layer: usize, position: usize, _hidden: &[f32]) {
         // Only the last layer tells that a position is done.
         // Positions behind the prompt are the reply's: its text owns the line by then.
@@ -187,6 +193,10 @@ impl Observer for Watch {
     }
 
     fn interrupted(&mut self) -> bool {
+        while let Some(text) = self.engine.take_mirror_end() {
+            self.bar.clear();
+            note(&format!("coli: {text}\n"));
+        }
         sys::interrupted()
     }
 }

@@ -1,8 +1,9 @@
-//! Whether experts are read around the page cache or through it.
+//! Whether experts are read around the page cache or through it, and from which drives.
 //!
 //! Around it, a container that is larger than memory does not push out what is in use, and memory
 //! is what the plan says. Through it, a second run finds what the first one read. Drives and file
-//! systems differ, so a short probe reads some blocks both ways.
+//! systems differ, so a short probe reads some blocks both ways. Where there are mirrors, every
+//! drive is probed, and gets its share of the reads by its speed.
 
 #![forbid(unsafe_code)]
 
@@ -12,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::memory::Available;
 use crate::safetensors::{Directory, Shard};
 use crate::sys::Pages;
+use std::path::Path;
 use std::time::Instant;
 
 /// How the page cache is used.
@@ -47,25 +49,37 @@ const BLOCKS: usize = 6;
 /// than memory: what the page cache holds now, it cannot hold all along.
 const SLOWER_MAX: f64 = 2.0;
 
-/// Prepares `directory` for reads as `direct` says. Returns what was chosen by a probe, and why;
+/// Slower than any drive: of one that fails the probe.
+const GBS_MIN: f64 = 1e-3;
+
+/// Prepares `directory` for reads as `direct` says. Returns what was chosen by probes, and why;
 /// `None` when there was no choice. Error: reads around the page cache are refused but wanted.
 pub fn prepare(directory: &mut Directory, direct: Direct) -> Result<Option<String>> {
+    let mut notes = Vec::new();
     let largest = directory.shards().iter().max_by_key(|shard| shard.bytes);
-    let Some(largest) = largest.filter(|_| direct != Direct::Off) else { return Ok(None) };
+    let Some(path) = largest.map(|shard| shard.path.clone()) else { return Ok(None) };
     if direct == Direct::On {
-        if let Err(error) = open_direct(&largest.path) {
-            bail!("{}: reads around the page cache: {error}", largest.path.display());
+        if let Err(error) = open_direct(&path) {
+            bail!("{}: reads around the page cache: {error}", path.display());
         }
         directory.add_direct(open_direct);
-        return Ok(None);
     }
-    // In small files there is nothing to gain, and no room for a probe.
-    if largest.bytes < (4 * BLOCKS * BLOCK_BYTES) as u64 {
-        return Ok(None);
+    if direct == Direct::Auto || directory.is_mirrored() {
+        let speeds = measure(directory, &path)?;
+        if direct == Direct::Auto
+            && let Some(speeds) = speeds
+        {
+            notes.push(choose(directory, speeds));
+        }
     }
+    notes.extend(directory.mirror_notes());
+    Ok((!notes.is_empty()).then(|| notes.join("; ")))
+}
+
+/// Chooses by the speeds of [`probe`]; returns the choice in words.
+fn choose(directory: &mut Directory, speeds: [f64; 2]) -> String {
     let bytes: u64 = directory.shards().iter().map(|shard| shard.bytes).sum();
     let is_larger = Available::now().is_some_and(|memory| bytes > memory.bytes as u64);
-    let speeds = probe(largest)?;
     let (is_direct, why) = match speeds {
         [0.0, _] => (false, "the file system has no direct reads".into()),
         [direct, buffered] => {
@@ -80,7 +94,28 @@ pub fn prepare(directory: &mut Directory, direct: Direct) -> Result<Option<Strin
         directory.add_direct(open_direct);
     }
     let name = if is_direct { "direct" } else { "buffered" };
-    Ok(Some(format!("experts are read {name} ({why})")))
+    format!("experts are read {name} ({why})")
+}
+
+/// Probes each directory's drive, in its largest file. Returns the speeds of the one at `path`, a
+/// file of that size; `None` where all files are small: there is nothing to gain, and no room.
+fn measure(directory: &mut Directory, path: &Path) -> Result<Option<[f64; 2]>> {
+    let mut speeds = None;
+    let mut files: Vec<&mut Shard> = directory.files_mut().collect();
+    files.sort_by(|a, b| (a.path.parent(), b.bytes).cmp(&(b.path.parent(), a.bytes)));
+    for drive in files.chunk_by_mut(|a, b| a.path.parent() == b.path.parent()) {
+        if drive[0].bytes < (4 * BLOCKS * BLOCK_BYTES) as u64 {
+            continue;
+        }
+        let [direct, buffered] = probe(drive[0])?;
+        // The page cache would look like a very good drive.
+        let gbs = if direct > 0.0 { direct } else { buffered };
+        drive.iter_mut().for_each(|file| file.gbs = gbs.max(GBS_MIN));
+        if path.parent() == drive[0].path.parent() {
+            speeds = Some([direct, buffered]);
+        }
+    }
+    Ok(speeds)
 }
 
 /// Gigabytes a second around the page cache (0 when that is refused) and through it, of blocks

@@ -7,6 +7,9 @@
 //! A read that goes around the page cache starts and ends at multiples of [`DIRECT_ALIGN`], in the
 //! file and in memory. Such an expert has room for what is read before and behind it, and its
 //! bytes start wherever they do in their block.
+//!
+//! Where the container has mirrors, a hash of the expert decides which copy it is read from; what a
+//! mirror fails to give is read from the shard itself.
 
 #![forbid(unsafe_code)]
 
@@ -15,7 +18,9 @@ use super::source::{MatrixSource, Span};
 use crate::disk::{DIRECT_ALIGN, read_direct, read_exact_at};
 use crate::error::Result;
 use crate::quant::Encoded;
-use crate::safetensors::Directory;
+use crate::safetensors::{Directory, Shard};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::Range;
 use std::time::Duration;
 
 /// Tries of a read that fails: a drive that is reset, or a network file system that hangs for a
@@ -37,6 +42,8 @@ pub struct ExpertSource {
     places: [[usize; 2]; 3],
     bytes: usize,
     align: usize,
+    /// Of layer and expert; decides which copy is read.
+    hash: u64,
 }
 
 /// Neighbouring bytes that are read together.
@@ -91,7 +98,7 @@ impl ExpertSource {
                     last.span.bytes += span.bytes;
                 }
                 _ => {
-                    let is_direct = directory.shards()[span.shard].direct.is_some();
+                    let is_direct = directory.is_shard_direct(span.shard);
                     let skip = if is_direct { span.offset as usize % DIRECT_ALIGN } else { 0 };
                     pieces.push(Piece { span, at: bytes, skip, first: m });
                 }
@@ -100,7 +107,11 @@ impl ExpertSource {
             places[m][part] = piece.at + piece.skip + piece.span.bytes - span.bytes;
             bytes = (piece.at + piece.skip + piece.span.bytes).next_multiple_of(align);
         }
-        ExpertSource { gate, up, down, pieces: pieces.into(), places, bytes, align }
+        // The name has both numbers.
+        let mut hasher = DefaultHasher::new();
+        gate.name.hash(&mut hasher);
+        let (pieces, hash) = (pieces.into(), hasher.finish());
+        ExpertSource { gate, up, down, pieces, places, bytes, align, hash }
     }
 
     /// Bytes in memory.
@@ -125,9 +136,10 @@ impl ExpertSource {
     ) -> Result<bool> {
         let names = [&self.gate, &self.up, &self.down].map(|matrix| &matrix.name);
         let piece = &self.pieces[progress.piece];
+        let source = (self.hash, &**names[piece.first]);
         let mut tries = 1;
         loop {
-            match piece.read(directory, names[piece.first], memory, progress.bytes, bytes_max) {
+            match piece.read(directory, source, memory, progress.bytes, bytes_max) {
                 Ok(bytes) => progress.bytes = bytes,
                 Err(_) if tries < TRIES => {
                     std::thread::sleep(PAUSE * tries);
@@ -165,30 +177,49 @@ impl Piece {
         self.skip + self.span.bytes
     }
 
-    /// Reads on, behind the first `done` of the bytes needed; returns how many there are then.
+    /// Reads on, behind the first `done` of the bytes needed; returns how many there are then. A
+    /// read that fails on a mirror is the shard's own.
     fn read(
         &self,
         directory: &Directory,
-        name: &str,
+        (hash, name): (u64, &str),
         memory: &mut [u8],
         done: usize,
         bytes_max: usize,
     ) -> Result<usize> {
-        let shard = &directory.shards()[self.span.shard];
-        let end = self.needed_bytes().min(done.saturating_add(bytes_max));
-        let start = self.span.offset - self.skip as u64;
+        let part = done..self.needed_bytes().min(done.saturating_add(bytes_max));
+        if let Some((mirror, copy)) = directory.route(self.span.shard, hash) {
+            match self.read_from(copy, name, memory, part.clone()) {
+                Err(error) => mirror.count_failure(&error),
+                Ok(()) => return Ok(part.end),
+            }
+        }
+        let end = part.end;
+        self.read_from(&directory.shards()[self.span.shard], name, memory, part)?;
+        Ok(end)
+    }
+
+    /// Reads the bytes `part`, counted from the start of the read.
+    fn read_from(
+        &self,
+        shard: &Shard,
+        name: &str,
+        memory: &mut [u8],
+        part: Range<usize>,
+    ) -> Result<()> {
+        let Range { start, end } = part;
+        let offset = self.span.offset - self.skip as u64;
         let memory = &mut memory[self.at..];
         if let Some(direct) = &shard.direct {
-            let buffer = &mut memory[done..end.next_multiple_of(DIRECT_ALIGN)];
-            if read_direct(direct, start + done as u64, buffer, end - done) {
-                return Ok(end);
+            let buffer = &mut memory[start..end.next_multiple_of(DIRECT_ALIGN)];
+            if read_direct(direct, offset + start as u64, buffer, end - start) {
+                return Ok(());
             }
         }
         // Also where the file system refuses; what is wrong with the file is said here.
-        let done = done.max(self.skip);
+        let start = start.max(self.skip);
         let what = format_args!("{name} and what follows it");
-        let at = start + done as u64;
-        read_exact_at(&shard.file, &shard.path, what, at, &mut memory[done..end])?;
-        Ok(end)
+        let at = offset + start as u64;
+        read_exact_at(&shard.file, &shard.path, what, at, &mut memory[start..end])
     }
 }
