@@ -11,7 +11,7 @@ use std::process::{Command, Output, Stdio};
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_coli"));
     command.args(args);
-    for name in ["COLI_MODEL", "CTX", "RAM_GB", "NGEN"] {
+    for name in ["COLI_MODEL", "COLI_MODEL_DIRS", "COLI_MODEL_MIRROR", "CTX", "RAM_GB", "NGEN"] {
         command.env_remove(name);
     }
     command

@@ -4,7 +4,7 @@
 mod common;
 
 use colibri::config::Config;
-use colibri::disk::{Direct, open_direct};
+use colibri::disk::{Direct, open_direct, prepare};
 use colibri::engine::{Engine, Options};
 use colibri::model::Unobserved;
 use colibri::plan::Limit;
@@ -270,32 +270,30 @@ fn read_experts(directory: &Directory, weights: &Weights) -> Vec<Option<Vec<Vec<
 /// The shards are cut after they were opened: what is read of them now, a mirror has given.
 #[test]
 fn reads_go_to_the_drives_in_proportion_to_their_speed() {
-    for is_direct in [false, true] {
-        let (first, mirrors) =
-            (TempDir::with_fixture("cut-first", SHARDED), [mirror("fast", &ALL)]);
+    let mut first_read = None;
+    // Drives differ in whether they can be read around the page cache.
+    for [shards_direct, copies_direct] in [[false; 2], [true; 2], [true, false], [false, true]] {
+        let first = TempDir::with_fixture("cut-first", SHARDED);
+        let copies = mirror("fast", &ALL);
         let config = Config::load(&first.0).unwrap();
         let mut directory = Directory::open(&first.0).unwrap();
-        directory.add_mirror(&mirrors[0].0);
-        if is_direct {
-            // Where the file system has none, this is the same test again.
-            directory.add_direct(open_direct);
-        }
+        directory.add_mirror(&copies.0);
+        directory.add_direct(|path| {
+            let is_copy = path.starts_with(&copies.0);
+            let is_direct = if is_copy { copies_direct } else { shards_direct };
+            if is_direct { open_direct(path) } else { Err(std::io::ErrorKind::Unsupported.into()) }
+        });
         let weights = Weights::bind(&directory, &config).unwrap();
-        let whole = read_experts(&directory, &weights);
-        assert!(whole.iter().all(Option::is_some));
+        let experts = read_experts(&directory, &weights);
+        assert!(experts.iter().all(Option::is_some));
+        let whole = first_read.get_or_insert(experts);
         for number in ALL {
-            let header_bytes = 8192;
-            let path = first.0.join(shard(number));
-            std::fs::OpenOptions::new()
-                .write(true)
-                .open(path)
-                .unwrap()
-                .set_len(header_bytes)
-                .unwrap();
+            let file = std::fs::OpenOptions::new().write(true).open(first.0.join(shard(number)));
+            file.unwrap().set_len(8192).unwrap();
         }
         let count = |directory: &Directory| {
             let experts = read_experts(directory, &weights);
-            let came = experts.iter().zip(&whole).filter(|(expert, _)| expert.is_some());
+            let came = experts.iter().zip(&*whole).filter(|(expert, _)| expert.is_some());
             came.map(|(expert, whole)| assert!(expert == whole, "other bytes")).count()
         };
         let equal = count(&directory);
@@ -308,4 +306,34 @@ fn reads_go_to_the_drives_in_proportion_to_their_speed() {
         let mirrored = hashes.filter(|hash| directory.route(3, *hash).is_some()).count();
         assert!((249..=251).contains(&mirrored), "{mirrored} of 1000");
     }
+}
+
+/// A shard of 100 MiB, all of it a hole, is large enough for a probe.
+#[test]
+fn drives_of_a_mirrored_container_are_probed_and_no_others() {
+    let dirs = ["probe", "probe-copy"].map(TempDir::new);
+    for dir in &dirs {
+        let bytes = 100 << 20;
+        let header =
+            format!(r#"{{"a":{{"dtype":"U8","shape":[{bytes}],"data_offsets":[0,{bytes}]}}}}"#);
+        let path = dir.0.join("a.safetensors");
+        std::fs::write(&path, [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat())
+            .unwrap();
+        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        file.set_len(8 + header.len() as u64 + bytes).unwrap();
+    }
+    let mut directory = Directory::open(&dirs[0].0).unwrap();
+    assert_eq!(prepare(&mut directory, Direct::Off).unwrap(), None);
+    let speeds = |directory: &mut Directory| directory.files_mut().map(|file| file.gbs).collect();
+    let unprobed: Vec<f64> = speeds(&mut directory);
+    assert_eq!(unprobed, [1.0]);
+    directory.add_mirror(&dirs[1].0);
+    let note = prepare(&mut directory, Direct::Off).unwrap().unwrap();
+    let [shard, copy] = speeds(&mut directory)[..] else { panic!("one shard and one copy") };
+    assert!(shard > 1e-3 && copy > 1e-3 && shard != 1.0 && copy != 1.0, "{shard} {copy}");
+    let percent = (100.0 * copy / (shard + copy)).round();
+    let path = dirs[1].0.display();
+    assert_eq!(note, format!("mirror {path}: 1 of 1 shards, {percent} % of the reads"));
+    let note = prepare(&mut directory, Direct::Auto).unwrap().unwrap();
+    assert!(note.starts_with("experts are read ") && note.contains("; mirror "), "{note}");
 }

@@ -28,11 +28,7 @@ pub const VERB: Verb = Verb {
     flags: &[
         load::MODEL_FLAGS,
         &[
-            Flag::value(
-                "--block-mb",
-                "N",
-                "mebibytes of one read (default 18: an expert of GLM-5.2)",
-            ),
+            Flag::value("--block-mb", "N", "MiB of one read (default 18: an expert of GLM-5.2)"),
             Flag::value("--reads", "N", "reads of each row (default 64)"),
             Flag::value("--queue", "N,N", "reads in flight (default 1,2,4,8,16)"),
             super::JSON,
