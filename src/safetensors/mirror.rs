@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
-/// Failed reads that a mirror is allowed, less one.
+/// After so many failed reads a mirror is no longer used.
 const FAILURES_MAX: u32 = 3;
 
 /// One directory with copies.
