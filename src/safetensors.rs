@@ -19,6 +19,7 @@ mod tests;
 
 use crate::bail;
 use crate::error::{Context, Error, Result};
+use crate::sys;
 use header::Header;
 use std::collections::HashMap;
 use std::fs::File;
@@ -30,6 +31,15 @@ pub use mirror::Mirror;
 
 /// Most tensors of one model; GLM-5.2 has about 118,500. Bounds the memory of the index.
 const TENSORS_MAX: usize = 1 << 20;
+
+/// Files that a run has open beside the shards, at most: its own, and those it reads whole.
+const OTHER_FILES_MAX: usize = 16;
+
+/// Files that a run over so many shards may have to open: each shard twice, see
+/// [`Directory::add_direct`].
+pub fn files_needed(shards: usize) -> usize {
+    2 * shards + OTHER_FILES_MAX
+}
 
 /// Where one tensor's bytes are and what they mean.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -113,7 +123,9 @@ impl Directory {
             stamps: HashMap::new(),
         };
         let dirs: Vec<&Path> = [dir].into_iter().chain(more.iter().map(PathBuf::as_path)).collect();
-        for path in shards::list(&dirs)? {
+        let paths = shards::list(&dirs)?;
+        sys::raise_file_limit(files_needed(paths.len())).context(|| dir.display())?;
+        for path in paths {
             directory.add_shard(&path).context(|| path.display())?;
         }
         Ok(directory)
@@ -167,6 +179,11 @@ impl Directory {
     /// All shards, in byte order of their names.
     pub fn shards(&self) -> &[Shard] {
         &self.shards
+    }
+
+    /// Bytes of all files.
+    pub fn bytes(&self) -> u64 {
+        self.shards.iter().map(|shard| shard.bytes).sum()
     }
 
     /// The file that holds `tensor`, which must come from this directory.

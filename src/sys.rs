@@ -1,13 +1,16 @@
 //! What is asked of the operating system beyond plain `std`: signals, memory in large pages, what
-//! `/proc` says about our memory, and whole files that are read with a bound.
+//! `/proc` says about our memory, room on a file system, the limit of open files, and whole files
+//! that are read with a bound.
 //!
 //! This file holds every `extern "C"` of the crate.
 
 use crate::bail;
 use crate::error::Result;
 use std::collections::BTreeMap;
+use std::ffi::{CString, c_char};
 use std::fs::File;
 use std::io::{ErrorKind, Read};
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,11 +25,18 @@ const PROT_READ_WRITE: i32 = 3;
 const MAP_PRIVATE_ANONYMOUS: i32 = 0x22;
 const MADV_HUGEPAGE: i32 = 14;
 
+const W_OK: i32 = 2;
+const RLIMIT_NOFILE: i32 = 7;
+
 unsafe extern "C" {
     fn signal(signal: i32, handler: usize) -> usize;
     fn mmap(addr: *mut u8, bytes: usize, prot: i32, flags: i32, fd: i32, offset: i64) -> *mut u8;
     fn munmap(addr: *mut u8, bytes: usize) -> i32;
     fn madvise(addr: *mut u8, bytes: usize, advice: i32) -> i32;
+    fn access(path: *const c_char, mode: i32) -> i32;
+    fn statvfs(path: *const c_char, buffer: *mut [u64; STATVFS_WORDS]) -> i32;
+    fn getrlimit(resource: i32, limit: *mut [u64; 2]) -> i32;
+    fn setrlimit(resource: i32, limit: *const [u64; 2]) -> i32;
 }
 
 extern "C" fn on_interrupt(_signal: i32) {
@@ -222,6 +232,51 @@ pub fn read_file(path: &Path, bytes_max: usize) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// `struct statvfs` of 64-bit Linux as words: fourteen of them are used, by glibc as by musl.
+const STATVFS_WORDS: usize = 32;
+
+/// Bytes that this user may still write on the file system of `path`; `None` where it does not say.
+pub fn disk_free_bytes(path: &Path) -> Option<u64> {
+    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
+    let mut words = [0; STATVFS_WORDS];
+    // SAFETY: the path ends in a zero, and the structure is smaller than the words behind it.
+    if unsafe { statvfs(path.as_ptr(), &mut words) } != 0 {
+        return None;
+    }
+    let [_, fragment_bytes, _, _, available_fragments, ..] = words;
+    fragment_bytes.checked_mul(available_fragments)
+}
+
+/// Whether this user may write to `path`.
+pub fn is_writable(path: &Path) -> bool {
+    let path = CString::new(path.as_os_str().as_bytes());
+    // SAFETY: the path ends in a zero; nothing is written through it.
+    path.is_ok_and(|path| unsafe { access(path.as_ptr(), W_OK) } == 0)
+}
+
+/// Makes room for `more` open files beside those that are open: raises the soft limit of this
+/// process as far as that takes. Returns the limit. Error: the hard limit is lower.
+pub fn raise_file_limit(more: usize) -> Result<u64> {
+    let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
+    let needed = (open + more) as u64;
+    let mut limits = [0; 2];
+    // SAFETY: `struct rlimit` of 64-bit Linux is two words, the soft and the hard limit.
+    if unsafe { getrlimit(RLIMIT_NOFILE, &mut limits) } != 0 {
+        bail!("the limit of open files: {}", std::io::Error::last_os_error());
+    }
+    let [soft, hard] = limits;
+    if needed <= soft {
+        return Ok(soft);
+    }
+    // SAFETY: as above; setrlimit(2) only reads it.
+    if needed > hard || unsafe { setrlimit(RLIMIT_NOFILE, &[needed, hard]) } != 0 {
+        bail!(
+            "{needed} open files are needed, the limit is {hard}: raise it with ulimit -n {needed}"
+        );
+    }
+    Ok(needed)
+}
+
 /// Bytes that drives delivered for this process so far, where the system says so.
 pub fn drive_bytes_read() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/io").ok()?;
@@ -287,6 +342,21 @@ mod tests {
         let mut part = Arena::new(1 << 16).unwrap().take(1 << 16, 4096).unwrap();
         part.fill(9);
         assert_eq!(part.iter().map(|byte| *byte as usize).sum::<usize>(), 9 << 16);
+    }
+
+    /// `df` divides by 1024 and rounds up; others write to the same file system meanwhile.
+    #[test]
+    fn free_space_is_what_df_says() {
+        let root = Path::new("/");
+        let df = std::process::Command::new("df").args(["-P", "-k", "/"]).output().unwrap();
+        let text = String::from_utf8(df.stdout).unwrap();
+        let kib: f64 =
+            text.lines().nth(1).unwrap().split_whitespace().nth(3).unwrap().parse().unwrap();
+        let free = disk_free_bytes(root).unwrap() as f64 / 1024.0;
+        assert!((free - kib).abs() <= 0.1 * kib + 1e5, "{free} KiB, df says {kib}");
+        assert_eq!(disk_free_bytes(Path::new("/nowhere")), None);
+        assert_eq!(disk_free_bytes(Path::new("a\0b")), None);
+        assert!(is_writable(&std::env::temp_dir()) && !is_writable(Path::new("/nowhere")));
     }
 
     #[test]

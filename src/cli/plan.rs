@@ -6,14 +6,18 @@
 
 #![forbid(unsafe_code)]
 
+use super::info::{self, Classes};
 use super::load::{self, count, object, print_json};
-use super::{Args, Verb, info, print_text};
+use super::{Args, Verb, print_text};
 use crate::config::Config;
 use crate::cpu;
+use crate::engine::Options;
 use crate::error::{Context, Result};
 use crate::json::Value;
 use crate::memory::Available;
 use crate::plan::{Plan, gb};
+use crate::safetensors::Directory;
+use crate::sys;
 use crate::weights::Weights;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -34,24 +38,8 @@ fn run(args: &Args) -> Result<()> {
     let config = Config::load(dir)?;
     let directory = load::directory(args)?;
     let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
-    let available = Available::now();
-    let plan = options.plan(&config, &weights, available.as_ref())?;
-    let names = directory.iter().map(|(name, tensor)| (name, tensor.bytes as usize));
-    let report = Report {
-        path: std::path::absolute(dir)?,
-        shards: directory.shards().len(),
-        model_bytes: directory.shards().iter().map(|shard| shard.bytes as usize).sum(),
-        experts: Experts::count(names),
-        routed_experts: config.n_routed_experts,
-        ctx_tokens: options.ctx_tokens,
-        available,
-        plan,
-    };
-    if !args.has("--json") {
-        return print_text(&report.text());
-    }
-    let classes = info::class_rows(&info::classes(&directory, &config, &weights));
-    print_json(&report.json(options.threads, classes))
+    let report = Report::new(options, &config, &directory, &weights)?;
+    if args.has("--json") { print_json(&report.json()) } else { print_text(&report.text()) }
 }
 
 /// Routed experts as the names of the tensors have them, the draft head's included, whether the
@@ -112,22 +100,51 @@ fn median(mut values: Vec<usize>) -> usize {
 }
 
 /// What both forms of the output say.
-struct Report {
+pub struct Report {
     path: PathBuf,
     shards: usize,
     /// Of the files.
     model_bytes: usize,
+    /// Of the file system that holds them.
+    disk_free_bytes: Option<u64>,
     experts: Experts,
+    classes: Classes,
     /// Of one layer.
     routed_experts: usize,
-    ctx_tokens: usize,
-    available: Option<Available>,
-    plan: Plan,
+    options: Options,
+    /// What memory is left.
+    pub available: Option<Available>,
+    /// The bytes of the run.
+    pub plan: Plan,
 }
 
 impl Report {
+    /// Plans a run with `options` now. Error: it does not fit.
+    pub fn new(
+        options: Options,
+        config: &Config,
+        directory: &Directory,
+        weights: &Weights,
+    ) -> Result<Report> {
+        let available = Available::now();
+        let plan = options.plan(config, weights, available.as_ref())?;
+        let names = directory.iter().map(|(name, tensor)| (name, tensor.bytes as usize));
+        Ok(Report {
+            path: std::path::absolute(directory.path())?,
+            shards: directory.shards().len(),
+            model_bytes: directory.bytes() as usize,
+            disk_free_bytes: sys::disk_free_bytes(directory.path()),
+            experts: Experts::count(names),
+            classes: info::classes(directory, config, weights),
+            routed_experts: config.n_routed_experts,
+            options,
+            available,
+            plan,
+        })
+    }
+
     /// Slots that every layer with experts could have at once.
-    fn slots_per_layer(&self) -> usize {
+    pub fn slots_per_layer(&self) -> usize {
         self.plan.expert_bytes.checked_div(self.experts.per_cap_bytes).unwrap_or(0)
     }
 
@@ -143,7 +160,8 @@ impl Report {
         }
     }
 
-    fn warnings(&self) -> Vec<String> {
+    /// What of the plan a person should know before running it.
+    pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.experts.count > 0 && self.slots_per_layer() < 1 {
             warnings.push("memory for less than one expert per layer: nearly all are read".into());
@@ -155,7 +173,7 @@ impl Report {
     }
 
     /// A line for each matter.
-    fn text(&self) -> String {
+    pub fn text(&self) -> String {
         let Report { plan, experts, .. } = self;
         let free = self.available.as_ref();
         let mut text = String::new();
@@ -184,7 +202,7 @@ impl Report {
                 gb(plan.total_bytes()),
                 gb(plan.resident_bytes),
                 gb(plan.kv_bytes),
-                self.ctx_tokens,
+                self.options.ctx_tokens,
                 gb(plan.scratch_bytes),
                 gb(plan.expert_bytes),
                 self.slots_per_layer(),
@@ -199,7 +217,7 @@ impl Report {
     }
 
     /// The schema of the C engine, version 2, then what is ours.
-    fn json(&self, threads: usize, classes: Value) -> Value {
+    pub fn json(&self) -> Value {
         let Report { plan, experts, .. } = self;
         let warnings = self.warnings().into_iter().map(Value::String).collect();
         object(vec![
@@ -224,7 +242,7 @@ impl Report {
                 object(vec![
                     ("physical_cores", count(cpu::usable_cores())),
                     ("thread_policy", word("physical-cores")),
-                    ("threads", count(threads)),
+                    ("threads", count(self.options.threads)),
                 ]),
             ),
             ("tiers", self.tiers()),
@@ -234,7 +252,7 @@ impl Report {
             (
                 "plan",
                 object(vec![
-                    ("ctx_tokens", count(self.ctx_tokens)),
+                    ("ctx_tokens", count(self.options.ctx_tokens)),
                     ("ram_bytes", count(plan.ram_bytes)),
                     ("resident_bytes", count(plan.resident_bytes)),
                     ("kv_bytes", count(plan.kv_bytes)),
@@ -245,7 +263,7 @@ impl Report {
                     ("total_bytes", count(plan.total_bytes())),
                 ]),
             ),
-            ("classes", classes),
+            ("classes", info::class_rows(&self.classes)),
         ])
     }
 
@@ -256,8 +274,7 @@ impl Report {
         let disk = object(vec![
             ("role", word("cold-backing")),
             ("model_bytes", count(self.model_bytes)),
-            // Nothing is written beside the model, so the free space is not asked for.
-            ("available_bytes", Value::Null),
+            ("available_bytes", self.disk_free_bytes.map_or(Value::Null, |n| count(n as usize))),
             ("cold_expert_bytes", count(self.cold_bytes())),
         ]);
         let ram = object(vec![

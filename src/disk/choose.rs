@@ -78,8 +78,7 @@ pub fn prepare(directory: &mut Directory, direct: Direct) -> Result<Option<Strin
 
 /// Chooses by the speeds of [`probe`]; returns the choice in words.
 fn choose(directory: &mut Directory, speeds: [f64; 2]) -> String {
-    let bytes: u64 = directory.shards().iter().map(|shard| shard.bytes).sum();
-    let is_larger = Available::now().is_some_and(|memory| bytes > memory.bytes as u64);
+    let is_larger = Available::now().is_some_and(|memory| directory.bytes() > memory.bytes as u64);
     let (is_direct, why) = match speeds {
         [0.0, _] => (false, "the file system has no direct reads".into()),
         [direct, buffered] => {
