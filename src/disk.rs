@@ -22,7 +22,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 mod choose;
-pub use choose::{Direct, prepare};
+pub use choose::{Direct, PROBE_BYTES_MIN, prepare, probe};
 
 /// Something that can be read at an offset without moving a cursor.
 pub trait ReadAt {

@@ -130,15 +130,8 @@ impl Engine {
         let tokenizer = sys::is_present(&tokenizer_file)
             .then(|| Tokenizer::load(&tokenizer_file))
             .transpose()?;
-        if let Some(tokenizer) = &tokenizer
-            && tokenizer.vocab_size() > config.vocab_size
-        {
-            bail!(
-                "{}: has {} tokens, but the model has rows for {}",
-                tokenizer_file.display(),
-                tokenizer.vocab_size(),
-                config.vocab_size
-            );
+        if let Some(tokenizer) = &tokenizer {
+            tokenizer.check_rows(config.vocab_size).context(|| tokenizer_file.display())?;
         }
         let mut directory = Directory::open_split(dir, &options.model_dirs)?;
         options.mirrors.iter().for_each(|mirror| directory.add_mirror(mirror));

@@ -181,6 +181,11 @@ impl Directory {
         &self.shards
     }
 
+    /// The largest shard, the last of several; there is at least one shard.
+    pub fn largest_shard(&self) -> &Shard {
+        self.shards.iter().max_by_key(|shard| shard.bytes).expect("a directory has shards")
+    }
+
     /// Bytes of all files.
     pub fn bytes(&self) -> u64 {
         self.shards.iter().map(|shard| shard.bytes).sum()

@@ -14,6 +14,7 @@ pub mod scanner;
 
 pub use decoder::Decoder;
 
+use crate::bail;
 use crate::error::Result;
 use bpe::{Arena, Merges, Vocabulary};
 
@@ -59,6 +60,15 @@ impl Tokenizer {
     /// The number of ids; they are 0 up to it. (The embedding may have more, padded, rows.)
     pub fn vocab_size(&self) -> usize {
         self.tokens.len()
+    }
+
+    /// Refuses a tokenizer with more ids than the model has `rows` for.
+    pub fn check_rows(&self, rows: usize) -> Result<()> {
+        let tokens = self.vocab_size();
+        if tokens > rows {
+            bail!("has {tokens} tokens, but the model has rows for {rows}");
+        }
+        Ok(())
     }
 
     /// The id of the added token with this exact content.
@@ -135,7 +145,7 @@ impl Tokenizer {
         let mut bytes = Vec::new();
         for &id in ids {
             let Some(token) = self.token_bytes(id) else {
-                crate::bail!(
+                bail!(
                     "token id {id} is out of range: the tokenizer has {} tokens, from 0",
                     self.vocab_size()
                 );

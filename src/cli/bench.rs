@@ -121,7 +121,7 @@ fn run(args: &Args) -> Result<()> {
     }
     let ids = token_ids(args.get("--ref"), setup.config.vocab_size, tokens)?;
     setup.check(&ids)?;
-    let shard = iobench::largest_shard(&load::directory(args)?);
+    let shard = load::directory(args)?.largest_shard().path.clone();
     let engine = setup.open(tokens)?;
     let with_limits = args.has("--limits");
     let mut memory = with_limits.then(limits::Memory::new).transpose()?;

@@ -97,7 +97,7 @@ pub fn class_rows(classes: &Classes) -> Value {
 }
 
 /// How the draft head's input projection is stored, if there is a draft head.
-fn draft_head_format(directory: &Directory, config: &Config) -> Result<Option<Format>> {
+pub fn draft_head_format(directory: &Directory, config: &Config) -> Result<Option<Format>> {
     let name = format!("model.layers.{}.eh_proj.weight", config.num_layers);
     if directory.get(&name).is_none() {
         return Ok(None);
@@ -108,12 +108,15 @@ fn draft_head_format(directory: &Directory, config: &Config) -> Result<Option<Fo
 
 /// With one scale a row at 4 bits, the half of the projection with the smaller weights rounds to
 /// nothing: its two halves differ 20 to 30 times in size. Measured acceptance: 0 to 4 %.
+pub fn draft_head_warning(format: Format) -> Option<&'static str> {
+    let is_coarse = matches!(format, Format::Int4Row | Format::Int2Row);
+    is_coarse.then_some("drafts of a head with so few bits are rarely accepted")
+}
+
 fn describe_draft_head(format: Format) -> String {
-    match format {
-        Format::Int4Row | Format::Int2Row => {
-            format!("{format}: warning: drafts of a head with so few bits are rarely accepted")
-        }
-        format => format.to_string(),
+    match draft_head_warning(format) {
+        Some(warning) => format!("{format}: warning: {warning}"),
+        None => format.to_string(),
     }
 }
 
@@ -197,7 +200,7 @@ fn class_of(name: &str, config: &Config, is_bound: bool) -> &'static str {
 }
 
 /// Names of state files that engines leave in the directory.
-fn state_files(dir: &Path) -> Result<Vec<String>> {
+pub fn state_files(dir: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir(dir).context(|| dir.display().to_string())? {
         let name = entry?.file_name().to_string_lossy().into_owned();

@@ -52,7 +52,7 @@ pub struct Speed {
 
 fn run(args: &Args) -> Result<()> {
     let path = match &args.positional[..] {
-        [] => largest_shard(&load::directory(args)?),
+        [] => load::directory(args)?.largest_shard().path.clone(),
         [file] => PathBuf::from(file),
         _ => return Err(Error::usage("iobench takes one file")),
     };
@@ -99,12 +99,6 @@ fn row_value(speed: &Speed, queue: usize) -> Value {
         ("gbs", float(speed.gbs)),
         ("from_page_cache", Value::Bool(speed.is_cached)),
     ])
-}
-
-/// The largest shard of a model.
-pub fn largest_shard(directory: &Directory) -> PathBuf {
-    let largest = directory.shards().iter().max_by_key(|shard| shard.bytes);
-    largest.expect("a directory has shards").path.clone()
 }
 
 /// Reads `reads` blocks of `path` at scattered places, `queue` of them at a time. `None` when the

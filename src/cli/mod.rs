@@ -11,6 +11,7 @@ use std::io::Write;
 use std::str::FromStr;
 
 mod bench;
+mod doctor;
 mod info;
 mod iobench;
 mod load;
@@ -91,6 +92,7 @@ pub const VERBS: &[&Verb] = &[
     &render::VERB,
     &info::VERB,
     &plan::VERB,
+    &doctor::VERB,
     &bench::VERB,
     &iobench::VERB,
 ];

@@ -45,6 +45,8 @@ impl std::str::FromStr for Direct {
 const BLOCK_BYTES: usize = 4 << 20;
 /// Reads of each kind.
 const BLOCKS: usize = 6;
+/// In smaller files there is nothing to gain, and no room for a probe.
+pub const PROBE_BYTES_MIN: u64 = (4 * BLOCKS * BLOCK_BYTES) as u64;
 /// Around the page cache may be this much slower and is still taken for a container that is larger
 /// than memory: what the page cache holds now, it cannot hold all along.
 const SLOWER_MAX: f64 = 2.0;
@@ -56,8 +58,7 @@ const GBS_MIN: f64 = 1e-3;
 /// `None` when there was no choice. Error: reads around the page cache are refused but wanted.
 pub fn prepare(directory: &mut Directory, direct: Direct) -> Result<Option<String>> {
     let mut notes = Vec::new();
-    let largest = directory.shards().iter().max_by_key(|shard| shard.bytes);
-    let Some(path) = largest.map(|shard| shard.path.clone()) else { return Ok(None) };
+    let path = directory.largest_shard().path.clone();
     if direct == Direct::On {
         if let Err(error) = open_direct(&path) {
             bail!("{}: reads around the page cache: {error}", path.display());
@@ -103,7 +104,7 @@ fn measure(directory: &mut Directory, path: &Path) -> Result<Option<[f64; 2]>> {
     let mut files: Vec<&mut Shard> = directory.files_mut().collect();
     files.sort_by(|a, b| (a.path.parent(), b.bytes).cmp(&(b.path.parent(), a.bytes)));
     for drive in files.chunk_by_mut(|a, b| a.path.parent() == b.path.parent()) {
-        if drive[0].bytes < (4 * BLOCKS * BLOCK_BYTES) as u64 {
+        if drive[0].bytes < PROBE_BYTES_MIN {
             continue;
         }
         let [direct, buffered] = probe(drive[0])?;
@@ -117,9 +118,9 @@ fn measure(directory: &mut Directory, path: &Path) -> Result<Option<[f64; 2]>> {
     Ok(speeds)
 }
 
-/// Gigabytes a second around the page cache (0 when that is refused) and through it, of blocks
-/// at different places.
-fn probe(shard: &Shard) -> Result<[f64; 2]> {
+/// Gigabytes a second around the page cache and through it, of blocks at different places of a
+/// shard of at least [`PROBE_BYTES_MIN`]; 0 where reads are refused or fail.
+pub fn probe(shard: &Shard) -> Result<[f64; 2]> {
     let mut buffer = Pages::<u8>::new(BLOCK_BYTES)?;
     let stride = shard.bytes as usize / (2 * BLOCKS) / DIRECT_ALIGN * DIRECT_ALIGN;
     let direct = open_direct(&shard.path);
