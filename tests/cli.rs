@@ -418,7 +418,7 @@ fn template_tokens_are_banned_and_stop_tokens_are_not() {
 
 /// `h_mtp` with its head's input projection as one scale a row at 4 bits, then at 8.
 #[test]
-fn info_warns_of_a_draft_head_with_four_bits_a_row() {
+fn info_and_doctor_warn_of_a_draft_head_with_four_bits_a_row() {
     for (bits, warns) in [(4, true), (8, false)] {
         let dir = TempDir::with_fixture(&format!("head-{bits}"), "h_mtp");
         let path = dir.0.join("model.safetensors");
@@ -441,6 +441,9 @@ fn info_warns_of_a_draft_head_with_four_bits_a_row() {
         assert_eq!(head.contains("warning"), warns, "{head}");
         assert!(head.contains(&format!("int{bits}-row")), "{head}");
         assert!(text(&output.stdout).contains("built in (GLM-5.2)"));
+        let output = coli(&["doctor", "--model", &dir.0.display().to_string()]);
+        let head = if warns { "[warn] model.draft_head" } else { "[ ok ] model.draft_head" };
+        assert!(text(&output.stdout).contains(head), "{output:?}");
     }
 }
 

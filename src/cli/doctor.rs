@@ -48,6 +48,18 @@ enum Status {
     Fail,
 }
 
+impl Status {
+    /// What it is called in JSON, in text, and as the worst of all.
+    fn words(self) -> [&'static str; 3] {
+        match self {
+            Status::Skip => ["skip", "skip", "ok"],
+            Status::Pass => ["pass", " ok ", "ok"],
+            Status::Warn => ["warn", "warn", "warning"],
+            Status::Fail => ["fail", "FAIL", "error"],
+        }
+    }
+}
+
 /// What one check found.
 #[derive(Clone)]
 struct Finding {
@@ -133,8 +145,11 @@ impl Subject<'_> {
     }
 }
 
+/// A check by its id; either way it ends, it ends with a finding.
+type Check = (&'static str, fn(&Subject) -> Part<Finding>);
+
 /// Every check behind `model.path`, in the order of the output.
-const CHECKS: [(&str, fn(&Subject) -> Part<Finding>); 17] = [
+const CHECKS: [Check; 17] = [
     ("model.config", model::config),
     ("model.tokenizer", model::tokenizer),
     ("storage.persistence", machine::persistence),
@@ -184,9 +199,8 @@ fn run(args: &Args) -> Result<()> {
     } else {
         print_text(&text(dir, &findings, report))?;
     }
-    let is_failed =
-        |(id, finding): &(&'static str, Finding)| (finding.status == Status::Fail).then_some(*id);
-    match &findings.iter().filter_map(is_failed).collect::<Vec<_>>()[..] {
+    let failed = findings.iter().filter(|(_, finding)| finding.status == Status::Fail);
+    match &failed.map(|(id, _)| *id).collect::<Vec<_>>()[..] {
         [] => Ok(()),
         failed => bail!("{dir}: does not hold: {}", failed.join(", ")),
     }
@@ -194,22 +208,15 @@ fn run(args: &Args) -> Result<()> {
 
 /// The word for all findings together.
 fn verdict(findings: &[(&str, Finding)]) -> &'static str {
-    match findings.iter().map(|(_, finding)| finding.status).max() {
-        Some(Status::Fail) => "error",
-        Some(Status::Warn) => "warning",
-        _ => "ok",
-    }
+    let worst = findings.iter().map(|(_, finding)| finding.status).max();
+    let [_, _, word] = worst.unwrap_or(Status::Pass).words();
+    word
 }
 
 /// The schema of the C engine, version 1.
 fn value(dir: &str, findings: &[(&str, Finding)], plan: Value) -> Value {
     let check = |(id, finding): &(&str, Finding)| {
-        let status = match finding.status {
-            Status::Skip => "skip",
-            Status::Pass => "pass",
-            Status::Warn => "warn",
-            Status::Fail => "fail",
-        };
+        let [status, ..] = finding.status.words();
         let words = [("id", *id), ("status", status), ("summary", &finding.summary)];
         let mut fields: Vec<_> = words.map(|(key, word)| (key, Value::String(word.into()))).into();
         if !finding.details.is_empty() {
@@ -230,12 +237,7 @@ fn value(dir: &str, findings: &[(&str, Finding)], plan: Value) -> Value {
 fn text(dir: &str, findings: &[(&str, Finding)], report: Option<&Report>) -> String {
     let mut lines = vec![format!("coli doctor: {dir}")];
     for (id, finding) in findings {
-        let mark = match finding.status {
-            Status::Skip => "skip",
-            Status::Pass => " ok ",
-            Status::Warn => "warn",
-            Status::Fail => "FAIL",
-        };
+        let [_, mark, _] = finding.status.words();
         lines.push(format!("[{mark}] {id:<20} {}", finding.summary));
     }
     lines.extend(report.map(Report::text).iter().flat_map(|text| text.lines().map(String::from)));

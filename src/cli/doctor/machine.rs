@@ -12,8 +12,7 @@ use crate::plan::gb;
 use crate::safetensors::files_needed;
 use crate::sys;
 use crate::weights::Mlp;
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// With less room than this a disk is as good as full.
 const FREE_BYTES_MIN: u64 = 1_000_000_000;
@@ -96,7 +95,7 @@ struct Mount<'a> {
     source: &'a str,
 }
 
-/// File systems that another machine serves, or this one to a guest.
+/// File systems that another machine serves, or a host to its guest.
 const NETWORK: [&str; 10] =
     ["nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "afs", "sshfs", "rclone"];
 
@@ -120,7 +119,7 @@ impl Mount<'_> {
         let place = format!("{file_system} on {source}");
         match is_rotational {
             _ if NETWORK.contains(&name) => {
-                Finding::warn(format!("{place}: every expert would come over a network"))
+                Finding::warn(format!("{place}: every expert comes from another machine"))
             }
             Some(true) => Finding::warn(format!(
                 "{place}: says that it spins, and experts lie in many places (see storage.speed)"
@@ -131,22 +130,17 @@ impl Mount<'_> {
     }
 }
 
-/// What the system says of the drive below a mount.
+/// What the system says of the drive below a mount. Some file systems have device numbers of their
+/// own; then the name of their source counts.
 fn is_rotational(mount: &Mount) -> Option<bool> {
-    let device = match mount.device.starts_with("0:") {
-        // Some file systems have numbers of their own; the drive is their source.
-        true => {
-            let device = std::fs::metadata(mount.source).ok()?.rdev();
-            let major = (device >> 8) & 0xfff | (device >> 32) & !0xfff;
-            let minor = device & 0xff | (device >> 12) & !0xff & 0xffff_ffff;
-            format!("{major}:{minor}")
-        }
-        false => mount.device.to_string(),
-    };
+    let source = std::fs::canonicalize(mount.source).unwrap_or_default();
+    let name = source.file_name().unwrap_or_default();
+    let dirs = [Path::new("dev/block").join(mount.device), Path::new("class/block").join(name)];
     // A partition's queue is that of the drive, whose directory holds its own.
-    let files = ["queue/rotational", "../queue/rotational"];
-    let dir = Path::new("/sys/dev/block").join(device);
-    let text = files.iter().find_map(|file| std::fs::read_to_string(dir.join(file)).ok())?;
+    let queues = dirs.iter().flat_map(|dir| ["queue", "../queue"].map(|queue| dir.join(queue)));
+    let read =
+        |queue: PathBuf| std::fs::read_to_string(Path::new("/sys").join(queue).join("rotational"));
+    let text = queues.into_iter().find_map(|queue| read(queue).ok())?;
     Some(text.trim() != "0")
 }
 
@@ -155,10 +149,7 @@ pub fn speed(subject: &Subject) -> Part<Finding> {
     let weights = needs(&subject.weights, "model.tensors")?;
     let shard = needs(&subject.directory, "model.shards")?.largest_shard();
     if shard.bytes < PROBE_BYTES_MIN {
-        return Err(Finding::skip(format!(
-            "shards below {} tell nothing",
-            gb(PROBE_BYTES_MIN as usize)
-        )));
+        return Err(Finding::skip("the shards are too small to tell"));
     }
     let [direct, buffered] = disk::probe(shard)?;
     if buffered == 0.0 {
@@ -168,20 +159,15 @@ pub fn speed(subject: &Subject) -> Part<Finding> {
     let mut details = vec![("direct_gbs", float(direct)), ("buffered_gbs", float(buffered))];
     let mut summary = format!("{direct:.1} GB/s direct, {buffered:.1} GB/s buffered");
     let (mut best, mut status) = (if direct > 0.0 { direct } else { buffered }, Status::Pass);
-    if subject.args.has("--deep") {
-        let measure = |is_direct| iobench::measure(&shard.path, is_direct, 18 << 20, 64, 8);
-        let deep = match measure(true)? {
-            None => measure(false)?,
-            direct => direct,
-        };
-        if let Some(deep) = deep {
-            best = deep.gbs;
-            details.push(("queue_8_gbs", float(best)));
-            summary += &format!(", {best:.1} GB/s with 8 in flight");
-            if deep.is_cached {
-                status = Status::Warn;
-                summary += " (from the page cache, not the drive)";
-            }
+    if subject.args.has("--deep")
+        && let Some(deep) = iobench::measure(&shard.path, direct > 0.0, 18 << 20, 64, 8)?
+    {
+        best = deep.gbs;
+        details.push(("queue_8_gbs", float(best)));
+        summary += &format!(", {best:.1} GB/s with 8 in flight");
+        if deep.is_cached {
+            status = Status::Warn;
+            summary += " (from the page cache, not the drive)";
         }
     }
     let top_k = needs(&subject.config, "model.config")?.top_k;
@@ -197,9 +183,10 @@ pub fn speed(subject: &Subject) -> Part<Finding> {
 
 /// Whether so many files can be open.
 pub fn files(subject: &Subject) -> Part<Finding> {
-    let directory = needs(&subject.directory, "model.shards")?;
-    let needed = files_needed(directory.shards().len());
-    let limit = sys::raise_file_limit(needed)?;
+    let shards = needs(&subject.directory, "model.shards")?.shards().len();
+    let needed = files_needed(shards);
+    // Each shard is open once by now.
+    let limit = sys::raise_file_limit(needed - shards)?;
     let details = vec![("limit", count(limit as usize)), ("needed", count(needed))];
     let summary = format!("{limit} open files allowed, up to {needed} needed");
     Ok(Finding::pass(summary).with(details))
