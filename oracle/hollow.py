@@ -40,6 +40,7 @@ shards hold, gives three `out-mtp-` files. Needs numpy.
 import argparse
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -227,9 +228,12 @@ def main():
     parser.add_argument("--to", type=Path, required=True, help="directory to write, not there yet")
     parser.add_argument("--format", choices=["int4-row", "int4-g64"], default="int4-row")
     parser.add_argument("--indexer", action="store_true", help="sparse attention")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json to copy")
     args = parser.parse_args()
     args.to.mkdir(parents=True)
     (args.to / "config.json").write_text(json.dumps(GLM_5_2, indent=1) + "\n")
+    if args.tokenizer:
+        shutil.copy(args.tokenizer, args.to / "tokenizer.json")
     shapes, totals = all_shapes(), {}
     for file, names in container_files(shapes, args.indexer).items():
         entries = [entry for name in names for entry in stored(name, shapes[name], args.format)]

@@ -10,7 +10,7 @@ use colibri::model::Unobserved;
 use colibri::plan::Limit;
 use colibri::safetensors::Directory;
 use colibri::sys::Pages;
-use colibri::weights::{ExpertSource, Mlp, Weights};
+use colibri::weights::{ExpertSource, Mlp, Progress, Weights};
 use common::{FNV_OFFSET, GOLDEN, TempDir, all_logits, fixture, fnv1a64, full_ids};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -256,7 +256,8 @@ fn a_mirror_that_fails_while_it_is_used_costs_no_bit_and_is_given_up() {
 fn read_experts(directory: &Directory, weights: &Weights) -> Vec<Option<Vec<Vec<u8>>>> {
     let read = |source: &ExpertSource| {
         let mut memory = Pages::<u8>::new(source.bytes()).unwrap();
-        source.read(directory, &mut memory).ok()?;
+        let mut progress = Progress::default();
+        while !source.read_on(directory, &mut memory, &mut progress, 4096).ok()? {}
         let expert = source.expert(&memory);
         Some([expert.gate, expert.up, expert.down].map(|m| m.weights.to_vec()).to_vec())
     };

@@ -32,6 +32,7 @@ pub const VERB: Verb = Verb {
     summary: "check a model directory and this machine before a run",
     example: "coli doctor --model oracle/demo --deep",
     flags: &[
+        load::MODEL_FLAGS,
         load::PLAN_FLAGS,
         &[Flag::switch("--deep", "also run the first token, and measure the drive at depth")],
         load::FLAGS,
@@ -128,7 +129,7 @@ impl Subject<'_> {
             false => bail!("{}: missing; text needs it, ids do not", file.display()),
         };
         let config = Config::load(dir).map_err(Finding::from);
-        let directory = Directory::open(dir).map_err(Finding::from);
+        let directory = load::directory(args).map_err(Finding::from);
         let bound = || -> Part<Weights> {
             let directory = needs(&directory, "model.shards")?;
             let config = needs(&config, "model.config")?;
@@ -138,7 +139,7 @@ impl Subject<'_> {
         let planned = || -> Part<Report> {
             let weights = needs(&weights, "model.tensors")?;
             let directory = needs(&directory, "model.shards")?;
-            Ok(Report::new(options, needs(&config, "model.config")?, directory, weights)?)
+            Ok(Report::new(options.clone(), needs(&config, "model.config")?, directory, weights)?)
         };
         let (report, tokenizer) = (planned(), tokenizer().map_err(Finding::from));
         Ok(Subject { args, dir, options, config, tokenizer, directory, weights, report })

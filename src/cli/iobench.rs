@@ -12,7 +12,6 @@ use crate::bail;
 use crate::disk::{Readers, open_direct, read_direct};
 use crate::error::{Context, Error, Result};
 use crate::json::Value;
-use crate::safetensors::Directory;
 use crate::sys::{self, Pages};
 use std::fs::File;
 use std::path::{Path, PathBuf};

@@ -160,10 +160,15 @@ impl Report {
         }
     }
 
+    /// Whether layers have to share less than one slot each.
+    pub fn is_starved(&self) -> bool {
+        self.experts.count > 0 && self.slots_per_layer() < 1
+    }
+
     /// What of the plan a person should know before running it.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
-        if self.experts.count > 0 && self.slots_per_layer() < 1 {
+        if self.is_starved() {
             warnings.push("memory for less than one expert per layer: nearly all are read".into());
         }
         if self.cold_bytes() > 0 {

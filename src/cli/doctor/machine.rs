@@ -65,12 +65,13 @@ pub fn ram(subject: &Subject) -> Part<Finding> {
     ]))
 }
 
-/// Whether the plan is one without drawbacks.
+/// Whether each layer has room for its experts. That most of them stay on disk is as it should be.
 pub fn placement(subject: &Subject) -> Part<Finding> {
-    let warnings = needs(&subject.report, "memory.ram")?.warnings();
-    Ok(match warnings.is_empty() {
-        true => Finding::pass("everything fits into memory"),
-        false => Finding::warn(warnings.join("; ")),
+    let report = needs(&subject.report, "memory.ram")?;
+    let status = if report.is_starved() { Status::Warn } else { Status::Pass };
+    Ok(match &report.warnings()[..] {
+        [] => Finding::pass("everything fits into memory"),
+        warnings => Finding::new(status, warnings.join("; ")),
     })
 }
 
@@ -131,10 +132,13 @@ impl Mount<'_> {
 }
 
 /// What the system says of the drive below a mount. Some file systems have device numbers of their
-/// own; then the name of their source counts.
+/// own; then the name of their source counts. A virtual drive says that it spins, whatever it is.
 fn is_rotational(mount: &Mount) -> Option<bool> {
     let source = std::fs::canonicalize(mount.source).unwrap_or_default();
     let name = source.file_name().unwrap_or_default();
+    if ["vd", "xvd"].iter().any(|prefix| name.to_string_lossy().starts_with(prefix)) {
+        return None;
+    }
     let dirs = [Path::new("dev/block").join(mount.device), Path::new("class/block").join(name)];
     // A partition's queue is that of the drive, whose directory holds its own.
     let queues = dirs.iter().flat_map(|dir| ["queue", "../queue"].map(|queue| dir.join(queue)));
