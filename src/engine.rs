@@ -10,6 +10,7 @@ use crate::bail;
 use crate::config::Config;
 use crate::cpu::{self, Isa};
 use crate::disk::{self, Direct};
+use crate::draft::{self, DRAFTS_MAX, Drafter, Source};
 use crate::error::{Context, Result};
 use crate::experts::{Counters, ExpertStore};
 use crate::kv::KvCache;
@@ -18,13 +19,15 @@ use crate::model::{LOGITS_ROWS_MAX, Model, Observer, Runtime, Scratch};
 use crate::ops::{Compute, Tally};
 use crate::plan::{Limit, Plan};
 use crate::safetensors::Directory;
-use crate::sample::Sampler;
+use crate::sample::{Sampler, argmax};
 use crate::sys;
 use crate::tokenizer::Tokenizer;
 use crate::weights::Weights;
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 /// How a model is opened.
 #[derive(Clone, Debug)]
@@ -43,6 +46,9 @@ pub struct Options {
     pub threads: usize,
     /// Whether experts are read around the page cache.
     pub direct: Direct,
+    /// Drafts of each forward pass; `None` lets what they cost and bring decide, and 0 leaves the
+    /// draft head on disk.
+    pub drafts: Option<usize>,
     /// Vector instructions; a level that the processor lacks is replaced by the best below it.
     pub isa: Isa,
 }
@@ -57,6 +63,7 @@ impl Default for Options {
             limit: Limit::Available,
             threads: cpu::default_threads(),
             direct: Direct::Auto,
+            drafts: None,
             isa: Isa::detect(),
         }
     }
@@ -74,11 +81,18 @@ impl Options {
         let index_layers = weights.index_layers();
         let context_bytes = |tokens| {
             let kv_bytes = KvCache::bytes(config, &index_layers, tokens);
-            (kv_bytes, Scratch::bytes(config, tokens, self.chunk_rows, self.threads))
+            // A pass that checks drafts has as many rows at least.
+            let rows = self.chunk_rows.max(1 + DRAFTS_MAX);
+            let head_bytes = 4 * (rows + ABSORB_ROWS) * config.hidden_size;
+            (kv_bytes, Scratch::bytes(config, tokens, rows, self.threads) + head_bytes)
         };
         Plan::new(weights, self.ctx_tokens, context_bytes, self.limit, available)
     }
 }
+
+/// Hidden states that wait for the draft head at most, beside those of one batch: together they
+/// cost it hardly more than one.
+const ABSORB_ROWS: usize = 64;
 
 /// Control tokens that end the model's turn, beside the configured end-of-sequence ids.
 const STOP_TOKENS: [&str; 3] = ["<|endoftext|>", "<|user|>", "<|observation|>"];
@@ -136,7 +150,10 @@ impl Engine {
         let mut directory = Directory::open_split(dir, &options.model_dirs)?;
         options.mirrors.iter().for_each(|mirror| directory.add_mirror(mirror));
         let reading_note = disk::prepare(&mut directory, options.direct)?;
-        let weights = Weights::bind(&directory, &config).context(|| dir.display().to_string())?;
+        let mut weights = Weights::bind(&directory, &config).context(|| dir.display())?;
+        if options.drafts == Some(0) {
+            weights.mtp = None;
+        }
         let plan = options.plan(&config, &weights, Available::now().as_ref())?;
         let store = ExpertStore::new(plan.expert_bytes, plan.largest_expert_bytes)?;
         weights.load(&directory, |bytes| progress(bytes, plan.resident_bytes))?;
@@ -234,7 +251,32 @@ impl Engine {
             tokens: Vec::with_capacity(self.options.ctx_tokens),
             kv: KvCache::new(config, &index_layers, self.options.ctx_tokens)?,
             logits: Vec::new(),
+            head: self.model.weights.mtp.as_ref().map(|_| Head::default()),
+            drafter: Drafter::new(self.options.drafts),
+            batch: Vec::new(),
         })
+    }
+}
+
+/// How far a session's draft head is.
+#[derive(Default)]
+struct Head {
+    /// Rows in its cache: row p is made of position p and the token of position p + 1.
+    rows: usize,
+    /// `[committed tokens − rows, D]` hidden states of the positions behind those.
+    hidden: Vec<f32>,
+    /// The token that the row behind was made with for a draft; it is right if that token came.
+    assumed: Option<u32>,
+    /// `[D]`, input of the next guess
+    input: Vec<f32>,
+}
+
+impl Head {
+    /// Forgets what lies behind the first `tokens` positions, of which the session recomputes none.
+    fn truncate(&mut self, tokens: usize, width: usize) {
+        self.assumed = self.assumed.filter(|_| self.rows < tokens);
+        self.rows = self.rows.min(tokens);
+        self.hidden.truncate((tokens - self.rows) * width);
     }
 }
 
@@ -246,6 +288,11 @@ pub struct Session<'a> {
     kv: KvCache,
     /// `[rows, V]` of the last rows that were asked for
     logits: Vec<f32>,
+    /// Where the model has a draft head
+    head: Option<Head>,
+    drafter: Drafter,
+    /// The next token and the drafts behind it.
+    batch: Vec<u32>,
 }
 
 impl Session<'_> {
@@ -262,19 +309,38 @@ impl Session<'_> {
     pub fn advance(&mut self, tokens: &[u32], observer: &mut dyn Observer) -> Result<&[f32]> {
         self.prepare(tokens)?;
         let common = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
-        self.tokens.truncate(common.min(tokens.len() - 1));
+        let mut kept = common.min(tokens.len() - 1);
+        // The draft head's row of the last kept position is made of a token that changes now, and of
+        // a hidden state that is gone if that row was made already.
+        if let Some(head) = &self.head
+            && kept < self.tokens.len()
+            && kept <= head.rows
+        {
+            kept = kept.saturating_sub(1);
+        }
+        self.truncate(kept);
         while self.tokens.len() < tokens.len() {
             let rest = &tokens[self.tokens.len()..];
             let chunk = &rest[..rest.len().min(self.engine.options.chunk_rows)];
             let is_last = chunk.len() == rest.len();
             let wanted = if is_last { chunk.len() - 1..chunk.len() } else { 0..0 };
-            self.forward(chunk, wanted, observer, |_| Ok(()))?;
+            self.forward(chunk, wanted, observer, |_, _| Ok(()))?;
+            self.absorb(ABSORB_ROWS)?;
         }
         Ok(&self.logits)
     }
 
+    /// Keeps only the first `count` committed tokens.
+    fn truncate(&mut self, count: usize) {
+        self.tokens.truncate(count);
+        if let Some(head) = &mut self.head {
+            head.truncate(count, self.engine.model.config.hidden_size);
+        }
+    }
+
     /// Continues `prompt` by at most `new_tokens` tokens. Each goes to `on_token`, which returns
-    /// false to end the turn; stop tokens end it without being handed over.
+    /// false to end the turn; stop tokens end it without being handed over. Drafts are run along
+    /// with each token; those that would have been chosen anyway are tokens of the reply.
     ///
     /// `position` of a draw is the length of the timeline before the drawn token.
     pub fn generate<O: Observer>(
@@ -287,21 +353,133 @@ impl Session<'_> {
     ) -> Result<Finish> {
         let stop_tokens = self.engine.stop_tokens();
         let mut tokens = prompt.to_vec();
-        for _ in 0..new_tokens {
-            // The last token may be drawn from a full context; it is only never fed back.
-            if tokens.len() > prompt.len().max(self.kv.capacity_tokens()) {
-                return Ok(Finish::Length);
-            }
-            let next = sampler.sample(self.advance(&tokens, observer)?, tokens.len())?;
-            if stop_tokens.contains(&next) {
+        let room = self.kv.capacity_tokens();
+        let mut next = VecDeque::new();
+        if new_tokens > 0 {
+            next.push_back(sampler.sample(self.advance(&tokens, observer)?, tokens.len())?);
+        }
+        let mut left = new_tokens;
+        while left > 0 {
+            let Some(token) = next.pop_front() else {
+                // The last token may be drawn from a full context; it is only never fed back.
+                if self.tokens.len() >= room {
+                    return Ok(Finish::Length);
+                }
+                self.step(&tokens, left, sampler, observer, &mut next)?;
+                continue;
+            };
+            if stop_tokens.contains(&token) {
                 return Ok(Finish::Stop);
             }
-            tokens.push(next);
-            if !on_token(next, observer)? {
+            tokens.push(token);
+            left -= 1;
+            if !on_token(token, observer)? {
                 return Ok(Finish::Stop);
             }
         }
         Ok(Finish::Length)
+    }
+
+    /// Commits the last of `tokens`, whose others are committed, and the drafts behind it that are
+    /// right. `next` gets those, and the token that follows them.
+    fn step<O: Observer>(
+        &mut self,
+        tokens: &[u32],
+        left: usize,
+        sampler: &mut Sampler,
+        observer: &mut O,
+        next: &mut VecDeque<u32>,
+    ) -> Result<()> {
+        let start = Instant::now();
+        let most = (left - 1).min(self.kv.capacity_tokens() - tokens.len());
+        let source = self.guess(tokens, most)?;
+        let guessing = start.elapsed();
+        let batch = std::mem::take(&mut self.batch);
+        let drafts = batch.len() - 1;
+        let mut is_right = true;
+        self.forward(&batch, 0..batch.len(), observer, |row, logits| {
+            if is_right {
+                let token = sampler.sample(logits, tokens.len() + row)?;
+                is_right = batch.get(row + 1) == Some(&token);
+                next.push_back(token);
+            }
+            Ok(())
+        })?;
+        let accepted = next.len() - 1;
+        observer.drafted(tokens.len(), &batch[1..], accepted);
+        self.batch = batch;
+        self.truncate(tokens.len() + accepted);
+        self.drafter.record(source, [drafts, accepted], [guessing, start.elapsed() - guessing]);
+        Ok(())
+    }
+
+    /// Fills `self.batch` with the last of `tokens`, whose others are committed, and at most `most`
+    /// that may follow it; says where those are from.
+    fn guess(&mut self, tokens: &[u32], most: usize) -> Result<Option<Source>> {
+        self.batch.clear();
+        self.batch.push(tokens[tokens.len() - 1]);
+        let has_head = self.head.is_some();
+        let found = draft::look_up(tokens, most.min(DRAFTS_MAX));
+        // A fixed number is the head's, where there is one.
+        if !(found.is_empty() || has_head && self.engine.options.drafts.is_some()) {
+            let count = self.drafter.count(Source::Lookup, found.len());
+            if count > 0 {
+                self.batch.extend_from_slice(&found[..count]);
+                return Ok(Some(Source::Lookup));
+            }
+        }
+        let count = if has_head { self.drafter.count(Source::Head, most) } else { 0 };
+        if count == 0 {
+            self.absorb(ABSORB_ROWS)?;
+            return Ok(None);
+        }
+        self.absorb(1)?;
+        let Session { engine, kv, batch, head: Some(head), .. } = self else { return Ok(None) };
+        let Engine { model, runtime, .. } = engine;
+        let mut runtime = runtime.lock().unwrap_or_else(PoisonError::into_inner);
+        head.input.clone_from(&head.hidden);
+        head.assumed = Some(batch[0]);
+        for i in 0..count {
+            let keeps_selection = i > 0 && model.config.index_share_for_mtp_iteration;
+            let row = head.rows + i;
+            model.draft(batch[i], row, &head.input, keeps_selection, kv, &mut runtime)?;
+            head.input.copy_from_slice(model.hidden(&runtime.scratch, 0));
+            model.logits(0..1, row, &mut runtime, &mut self.logits)?;
+            batch.push(argmax(&self.logits)?);
+        }
+        Ok(Some(Source::Head))
+    }
+
+    /// Hands the draft head every hidden state whose next token is committed, if they are at least
+    /// `rows`.
+    fn absorb(&mut self, rows: usize) -> Result<()> {
+        let Session { engine, kv, tokens, head: Some(head), .. } = self else { return Ok(()) };
+        let Engine { model, runtime, options, .. } = engine;
+        let width = model.config.hidden_size;
+        let mut count = (tokens.len() - head.rows).saturating_sub(1);
+        if count > 0 && head.assumed.take() == Some(tokens[head.rows + 1]) {
+            head.rows += 1;
+            head.hidden.drain(..width);
+            count -= 1;
+        }
+        if count < rows {
+            return Ok(());
+        }
+        let mut runtime = runtime.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = &tokens[head.rows + 1..];
+        let chunks = known.chunks(options.chunk_rows);
+        for (tokens, hidden) in chunks.zip(head.hidden.chunks(options.chunk_rows * width)) {
+            let hidden = &hidden[..tokens.len() * width];
+            model.absorb(tokens, head.rows, hidden, kv, &mut runtime)?;
+            head.rows += tokens.len();
+        }
+        head.hidden.drain(..count * width);
+        Ok(())
+    }
+
+    /// What drafting did in this session.
+    pub fn draft_counters(&self) -> draft::Counters {
+        self.drafter.counters
     }
 
     /// Makes `tokens` the timeline from scratch and hands the logits `[V]` after each of them to
@@ -313,9 +491,10 @@ impl Session<'_> {
         mut sink: impl FnMut(&[f32]) -> Result<()>,
     ) -> Result<()> {
         self.prepare(tokens)?;
-        self.tokens.clear();
+        self.truncate(0);
         for chunk in tokens.chunks(self.engine.options.chunk_rows) {
-            self.forward(chunk, 0..chunk.len(), observer, &mut sink)?;
+            self.forward(chunk, 0..chunk.len(), observer, |_, logits| sink(logits))?;
+            self.absorb(ABSORB_ROWS)?;
         }
         Ok(())
     }
@@ -332,24 +511,28 @@ impl Session<'_> {
     }
 
     /// One batch behind the committed tokens; commits it. The logits of its rows `wanted` go to
-    /// `sink` one after the other, and those of the last stay in `self.logits`.
+    /// `sink` one after the other, with the row, and those of the last stay in `self.logits`.
     fn forward(
         &mut self,
         batch: &[u32],
         wanted: Range<usize>,
         observer: &mut dyn Observer,
-        mut sink: impl FnMut(&[f32]) -> Result<()>,
+        mut sink: impl FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
         let (model, first) = (&self.engine.model, self.tokens.len());
         let mut runtime = self.engine.runtime.lock().unwrap_or_else(PoisonError::into_inner);
         model.forward(batch, first, &mut self.kv, &mut runtime, observer)?;
+        if let Some(head) = &mut self.head {
+            let rows = (0..batch.len()).flat_map(|t| model.hidden(&runtime.scratch, t));
+            head.hidden.extend(rows);
+        }
+        self.tokens.extend_from_slice(batch);
         for row in wanted.clone().step_by(LOGITS_ROWS_MAX) {
             let rows = row..(row + LOGITS_ROWS_MAX).min(wanted.end);
-            model.logits(rows, first, &mut runtime, &mut self.logits)?;
-            self.logits.chunks_exact(model.config.vocab_size).try_for_each(&mut sink)?;
+            model.logits(rows.clone(), first, &mut runtime, &mut self.logits)?;
+            let logits = self.logits.chunks_exact(model.config.vocab_size);
+            rows.zip(logits).try_for_each(|(row, logits)| sink(row, logits))?;
         }
-        drop(runtime);
-        self.tokens.extend_from_slice(batch);
         Ok(())
     }
 }

@@ -105,29 +105,40 @@ pub fn must_choose(config: &Config, first: usize, rows: usize) -> bool {
     first + rows > config.index_topk
 }
 
-/// Caches the index keys of the batch and selects the keys of each of its rows. The projections
-/// are in `scratch.rows`.
+/// Caches the index keys of the batch, from the projections in `scratch.rows`.
+pub fn cache_keys(
+    weights: &Indexer,
+    config: &Config,
+    Rows { layer, first, angles }: Rows<'_>,
+    kv: &mut KvCache,
+    scratch: &mut Scratch,
+) {
+    let (dim, rope) = (config.index_head_dim, config.qk_rope_head_dim);
+    let keys = scratch.rows.keys.chunks_exact_mut(dim);
+    for (t, (key, angles)) in keys.zip(angles).enumerate() {
+        layer_norm_in_place(key, &weights.k_norm, &weights.k_norm_bias, KEY_NORM_EPS);
+        rotate(&mut key[..rope], angles);
+        kv.index_key_mut(layer, first + t)[..dim].copy_from_slice(key);
+    }
+}
+
+/// Selects the keys of each row of the batch, whose own are cached. The projections are in
+/// `scratch.rows`.
 ///
 /// Errors: a non-finite score, with the position. (The caller adds the layer.)
 pub fn select(
     compute: &mut Compute,
-    weights: &Indexer,
     config: &Config,
     batch: Rows<'_>,
-    kv: &mut KvCache,
+    kv: &KvCache,
     scratch: &mut Scratch,
     selection: &mut Selection,
 ) -> Result<()> {
     let start = Instant::now();
     let (heads, dim, rope) = (config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim);
-    let Rows { layer, first, angles } = batch;
+    let Rows { first, angles, .. } = batch;
     let rows = angles.len();
     let Scratch { rows: raw, queries, .. } = scratch;
-    for (t, key) in raw.keys.chunks_exact_mut(dim).take(rows).enumerate() {
-        layer_norm_in_place(key, &weights.k_norm, &weights.k_norm_bias, KEY_NORM_EPS);
-        rotate(&mut key[..rope], &angles[t]);
-        kv.index_key_mut(layer, first + t)[..dim].copy_from_slice(key);
-    }
     selection.keep_all(rows);
     if !must_choose(config, first, rows) {
         return Ok(());

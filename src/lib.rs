@@ -43,6 +43,7 @@ pub mod ops;
 
 // Layer 5, engine: text in, text out.
 pub mod chat;
+pub mod draft;
 pub mod engine;
 pub mod reply;
 pub mod sample;

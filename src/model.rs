@@ -31,6 +31,8 @@ pub trait Observer {
     fn routed(&mut self, _layer: usize, _position: usize, _route: &[(u32, f32)]) {}
     /// Keys that a full indexer layer kept for `position`; `None` means all up to its own.
     fn kept(&mut self, _layer: usize, _position: usize, _keys: Option<&[u32]>) {}
+    /// Drafts that were run behind the first `tokens` positions, and how many of them were right.
+    fn drafted(&mut self, _tokens: usize, _drafts: &[u32], _accepted: usize) {}
     /// Asked before each layer: true stops the pass with an error.
     fn interrupted(&mut self) -> bool {
         false
@@ -82,6 +84,19 @@ pub struct Scratch {
     indexer: indexer::Scratch,
     moe: moe::Scratch,
     embedding_row: Vec<u8>,
+    mtp: mtp::Scratch,
+}
+
+/// A layer and the rows that pass through it.
+#[derive(Clone, Copy)]
+struct Pass<'a> {
+    layer: &'a Layer,
+    index: usize,
+    /// Position of the first row.
+    first: usize,
+    rows: usize,
+    /// Keeps the keys that the last batch selected instead of selecting anew.
+    keeps_selection: bool,
 }
 
 /// Most rows of one batch whose logits are asked for.
@@ -107,9 +122,12 @@ impl Scratch {
             + attention::Scratch::bytes(c, rows, threads)
             + indexer::Scratch::bytes(c, ctx_tokens, rows, threads)
             + moe::Scratch::bytes(c, rows)
+            + mtp::Scratch::bytes(c, rows)
             + threads * tiles::Scratch::bytes(widest)
     }
 }
+
+mod mtp;
 
 impl Model {
     /// Puts the parts together. The weights must be loaded before the first pass.
@@ -147,11 +165,8 @@ impl Model {
                 return Err(Error::interrupted());
             }
             self.observe_hidden(index, first, &scratch.x[..rows * hidden], observer);
-            self.attention_half(layer, index, first, rows, kv, compute, scratch, observer)
-                .and_then(|()| {
-                    self.mlp_half(layer, index, first, rows, store, compute, scratch, observer)
-                })
-                .context(|| format!("layer {index}"))?;
+            let pass = Pass { layer, index, first, rows, keeps_selection: false };
+            self.run_layer(pass, kv, (compute, store), scratch, observer)?;
         }
         self.observe_hidden(self.config.num_layers, first, &scratch.x[..rows * hidden], observer);
         let forms = Forms::of_rows(rows).and(self.weights.lm_head.source.format);
@@ -159,6 +174,12 @@ impl Model {
         let normed = &scratch.normed[..rows * hidden];
         self.observe_hidden(self.config.num_layers + 1, first, normed, observer);
         Ok(())
+    }
+
+    /// `[D]`, what the output head saw of row `t` of the batch that just ran.
+    pub fn hidden<'a>(&self, scratch: &'a Scratch, t: usize) -> &'a [f32] {
+        let hidden = self.config.hidden_size;
+        &scratch.normed[t * hidden..(t + 1) * hidden]
     }
 
     /// Logits `[rows, V]` of some rows of the batch that [`Model::forward`] just ran from position
@@ -205,47 +226,45 @@ impl Model {
         Ok(())
     }
 
+    /// x += attention(norm(x)); x += mlp(norm(x)).
+    fn run_layer(
+        &self,
+        pass: Pass<'_>,
+        kv: &mut KvCache,
+        (compute, store): (&mut Compute, &mut ExpertStore),
+        scratch: &mut Scratch,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        self.attention_half(pass, kv, compute, scratch, observer)
+            .and_then(|()| self.mlp_half(pass, store, compute, scratch, observer))
+            .context(|| format!("layer {}", pass.index))
+    }
+
     /// x += attention(norm(x)), with the selection of this or an earlier full layer.
-    #[allow(clippy::too_many_arguments, reason = "the parts of one step, each of its own type")]
     fn attention_half(
         &self,
-        layer: &Layer,
-        index: usize,
-        first: usize,
-        rows: usize,
+        pass: Pass<'_>,
         kv: &mut KvCache,
         compute: &mut Compute,
         scratch: &mut Scratch,
         observer: &mut dyn Observer,
     ) -> Result<()> {
+        let Pass { layer, index, first, rows, keeps_selection } = pass;
         let config = &self.config;
-        let forms = attention::hidden_forms(&layer.attention, layer.indexer.as_ref(), rows);
-        self.norm(compute, rows, &layer.input_norm, forms, scratch);
-        let Scratch { x, input, delta, angles, all, stage, selection, .. } = scratch;
+        let chooses = layer.indexer.is_some()
+            && !keeps_selection
+            && indexer::must_choose(config, first, rows);
+        self.project(pass, chooses, kv, compute, scratch);
+        let Scratch { x, delta, angles, all, stage, selection, .. } = scratch;
         let (attn, idx) = (&mut scratch.attention, &mut scratch.indexer);
         let (all, delta) = (&all[..rows], fit(delta, rows * config.hidden_size, 0.0));
         let batch = Rows { layer: index, first, angles: &angles[..rows] };
-        let indexer = layer.indexer.as_ref();
-        let chooses = indexer.is_some() && indexer::must_choose(config, first, rows);
-        attention::project(
-            compute,
-            stage,
-            &layer.attention,
-            indexer,
-            chooses,
-            config,
-            batch,
-            (input, all),
-            kv,
-            attn,
-            &mut idx.rows,
-        );
-        if let Some(weights) = indexer {
-            indexer::select(compute, weights, config, batch, kv, idx, selection)?;
+        if layer.indexer.is_some() && !keeps_selection {
+            indexer::select(compute, config, batch, kv, idx, selection)?;
             for t in 0..rows {
                 observer.kept(index, first + t, selection.kept(t));
             }
-        } else if !self.weights.has_indexer {
+        } else if layer.indexer.is_none() && (!self.weights.has_indexer || self.is_mtp(index)) {
             selection.keep_all(rows);
         }
         let selected = (&*selection, all);
@@ -262,6 +281,46 @@ impl Model {
         );
         add(delta, &mut x[..rows * config.hidden_size]);
         Ok(())
+    }
+
+    /// Queries, and the rows of the cache: latents, and index keys where there is an indexer. Index
+    /// queries only if keys are to be chosen.
+    fn project(
+        &self,
+        Pass { layer, index, first, rows, .. }: Pass<'_>,
+        chooses: bool,
+        kv: &mut KvCache,
+        compute: &mut Compute,
+        scratch: &mut Scratch,
+    ) {
+        let config = &self.config;
+        let indexer = layer.indexer.as_ref();
+        let forms = attention::hidden_forms(&layer.attention, indexer, rows);
+        self.norm(compute, rows, &layer.input_norm, forms, scratch);
+        let Scratch { input, angles, all, stage, .. } = scratch;
+        let (attn, idx) = (&mut scratch.attention, &mut scratch.indexer);
+        let batch = Rows { layer: index, first, angles: &angles[..rows] };
+        attention::project(
+            compute,
+            stage,
+            &layer.attention,
+            indexer,
+            chooses,
+            config,
+            batch,
+            (input, &all[..rows]),
+            kv,
+            attn,
+            &mut idx.rows,
+        );
+        if let Some(indexer) = indexer {
+            indexer::cache_keys(indexer, config, batch, kv, idx);
+        }
+    }
+
+    /// Whether a layer is that of the draft head.
+    fn is_mtp(&self, index: usize) -> bool {
+        index == self.config.num_layers
     }
 
     /// normed = norm(x), and its forms.
@@ -282,13 +341,9 @@ impl Model {
     }
 
     /// x += mlp(norm(x)).
-    #[allow(clippy::too_many_arguments, reason = "the parts of one step, each of its own type")]
     fn mlp_half(
         &self,
-        layer: &Layer,
-        index: usize,
-        first: usize,
-        rows: usize,
+        Pass { layer, index, first, rows, .. }: Pass<'_>,
         store: &mut ExpertStore,
         compute: &mut Compute,
         scratch: &mut Scratch,

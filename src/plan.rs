@@ -155,7 +155,7 @@ struct Experts {
 impl Experts {
     fn of(weights: &Weights) -> Experts {
         let mut sizes = Experts { largest_bytes: 0, all_bytes: 0, sparse_layers: 0 };
-        for layer in &weights.layers {
+        for (_, layer) in weights.all_layers() {
             let Mlp::Sparse(moe) = &layer.mlp else { continue };
             sizes.sparse_layers += 1;
             for expert in moe.experts.iter() {

@@ -166,7 +166,21 @@ pub struct Layer {
     pub mlp: Mlp,
 }
 
-/// All weights of the main model.
+/// The draft head: one more layer, which predicts the token after the next one.
+pub struct Mtp {
+    /// `[D]`, of the next token's embedding
+    pub embedding_norm: Vec<f32>,
+    /// `[D]`, of the main model's hidden state
+    pub hidden_norm: Vec<f32>,
+    /// `[D, 2D]`; columns of the embedding first
+    pub eh_proj: Matrix,
+    /// Sparse, with an indexer of its own where the file has one
+    pub layer: Layer,
+    /// `[D]`, before the output head
+    pub final_norm: Vec<f32>,
+}
+
+/// All weights of the model.
 pub struct Weights {
     /// `[V, D]`, on disk
     pub embedding: Embedding,
@@ -178,6 +192,8 @@ pub struct Weights {
     pub lm_head: Matrix,
     /// False when the directory ships no indexer at all: attention is dense then.
     pub has_indexer: bool,
+    /// The draft head, if there is one
+    pub mtp: Option<Mtp>,
 }
 
 impl Weights {
@@ -201,9 +217,11 @@ impl Weights {
             let is_main = |layer: &str| layer.parse().is_ok_and(|i: usize| i < config.num_layers);
             layer.is_some_and(|(i, rest)| rest.starts_with("self_attn.indexer.") && is_main(i))
         });
-        let layers = (0..config.num_layers)
-            .map(|layer| Layer::bind(directory, config, layer, has_indexer))
-            .collect::<Result<Vec<_>>>()?;
+        let layer = |i: usize| {
+            let is_full = has_indexer && config.indexer[i] == IndexerKind::Full;
+            Layer::bind(directory, config, i, (config.mlp[i], is_full))
+        };
+        let layers = (0..config.num_layers).map(layer).collect::<Result<Vec<_>>>()?;
         Ok(Weights {
             embedding: Embedding {
                 source: MatrixSource::bind(directory, embedding, vocab, hidden)?,
@@ -212,7 +230,13 @@ impl Weights {
             final_norm: vector(directory, "model.norm.weight", hidden)?,
             lm_head: Matrix::bind(directory, head, vocab, hidden)?,
             has_indexer,
+            mtp: Mtp::bind(directory, config)?,
         })
+    }
+
+    /// Every layer with its index; the draft head's is the last.
+    pub fn all_layers(&self) -> impl Iterator<Item = (usize, &Layer)> {
+        self.layers.iter().chain(self.mtp.iter().map(|mtp| &mtp.layer)).enumerate()
     }
 
     /// Reads every resident matrix, several at a time, straight into its place. `progress` is
@@ -248,13 +272,13 @@ impl Weights {
 
     /// Which layers have an indexer, and so cache index keys.
     pub fn index_layers(&self) -> Vec<bool> {
-        self.layers.iter().map(|layer| layer.indexer.is_some()).collect()
+        self.all_layers().map(|(_, layer)| layer.indexer.is_some()).collect()
     }
 
     /// Every matrix that stays in memory, in the order of use.
     pub fn resident(&self) -> Vec<&Matrix> {
         let mut all = Vec::new();
-        for layer in &self.layers {
+        for (_, layer) in self.all_layers() {
             let Attention { q_a, q_b, kv_a, kv_b, o, .. } = &layer.attention;
             all.extend([q_a, q_b, kv_a, kv_b, o]);
             if let Some(Indexer { wq_b, wk, weights_proj, .. }) = &layer.indexer {
@@ -271,24 +295,50 @@ impl Weights {
                 all.extend([gate, up, down]);
             }
         }
+        all.extend(self.mtp.iter().map(|mtp| &mtp.eh_proj));
         all.push(&self.lm_head);
         all
     }
 }
 
+impl Mtp {
+    /// `None` when there is no tensor of a layer behind the last.
+    fn bind(directory: &Directory, c: &Config) -> Result<Option<Mtp>> {
+        let prefix = format!("model.layers.{}.", c.num_layers);
+        if !directory.iter().any(|(name, _)| name.starts_with(&prefix)) {
+            return Ok(None);
+        }
+        let norm = |name: &str| vector(directory, &format!("{prefix}{name}.weight"), c.hidden_size);
+        let indexer = directory.get(&format!("{prefix}self_attn.indexer.wk.weight"));
+        let kind = (MlpKind::Sparse, indexer.is_some());
+        let eh_proj = format!("{prefix}eh_proj.weight");
+        Ok(Some(Mtp {
+            embedding_norm: norm("enorm")?,
+            hidden_norm: norm("hnorm")?,
+            eh_proj: Matrix::bind(directory, &eh_proj, c.hidden_size, 2 * c.hidden_size)?,
+            layer: Layer::bind(directory, c, c.num_layers, kind)?,
+            final_norm: norm("shared_head.norm")?,
+        }))
+    }
+}
+
 impl Layer {
-    fn bind(directory: &Directory, c: &Config, layer: usize, has_indexer: bool) -> Result<Layer> {
+    fn bind(
+        directory: &Directory,
+        c: &Config,
+        layer: usize,
+        (mlp, has_indexer): (MlpKind, bool),
+    ) -> Result<Layer> {
         let prefix = format!("model.layers.{layer}.");
         let norm = |name: &str| vector(directory, &format!("{prefix}{name}.weight"), c.hidden_size);
-        let is_full = c.indexer[layer] == IndexerKind::Full;
         Ok(Layer {
             input_norm: norm("input_layernorm")?,
             attention: Attention::bind(directory, c, &format!("{prefix}self_attn."))?,
-            indexer: (has_indexer && is_full)
+            indexer: has_indexer
                 .then(|| Indexer::bind(directory, c, &format!("{prefix}self_attn.indexer.")))
                 .transpose()?,
             post_attention_norm: norm("post_attention_layernorm")?,
-            mlp: match c.mlp[layer] {
+            mlp: match mlp {
                 MlpKind::Dense => Mlp::Dense(Ffn::bind(
                     directory,
                     &format!("{prefix}mlp."),

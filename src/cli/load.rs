@@ -7,6 +7,7 @@ use crate::bail;
 use crate::config::Config;
 use crate::cpu::Isa;
 use crate::disk::Direct;
+use crate::draft::DRAFTS_MAX;
 use crate::engine::{Engine, Options};
 use crate::error::{Error, Result};
 use crate::json::{Value, to_compact};
@@ -46,6 +47,8 @@ pub const FLAGS: &[Flag] = &[
     Flag::value("--mirror", "DIR", "copies of the model's shards on another drive")
         .or_env("COLI_MODEL_MIRROR")
         .repeated(),
+    Flag::value("--draft", "N", "drafts of each pass (default: what pays; 0: none)")
+        .or_env("DRAFT"),
     super::JSON,
 ];
 
@@ -74,6 +77,7 @@ pub fn options(args: &Args) -> Result<Options> {
     if let Some(threads) = args.number("--threads", 1..=1024)? {
         options.threads = threads;
     }
+    options.drafts = args.number("--draft", 0..=DRAFTS_MAX)?;
     if let Some(isa) = args.get("--isa") {
         options.isa = isa.parse::<Isa>().and_then(Isa::checked).map_err(|e| usage("--isa", e))?;
     }

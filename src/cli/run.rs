@@ -10,6 +10,7 @@ use super::print_text;
 use super::{Args, Flag, Verb, load};
 use crate::bail;
 use crate::chat;
+use crate::draft;
 use crate::engine::{Engine, Finish};
 use crate::error::{Context, Error, Result};
 use crate::json::Value;
@@ -108,7 +109,8 @@ fn run(args: &Args) -> Result<()> {
     }
     if args.has("--json") {
         let timings = Timings { load_s, prefill_s, decode_s: total_s - prefill_s };
-        let done = Done { prompt_tokens: prompt.len(), new_ids, reply, finish, timings };
+        let (prompt_tokens, drafts) = (prompt.len(), session.draft_counters());
+        let done = Done { prompt_tokens, new_ids, reply, finish, drafts, timings };
         return print_json(&summary(&engine, &done));
     }
     if reply.is_none() {
@@ -197,6 +199,7 @@ struct Done<'a> {
     new_ids: Vec<u32>,
     reply: Option<Reply<'a>>,
     finish: Finish,
+    drafts: draft::Counters,
     timings: Timings,
 }
 
@@ -214,8 +217,11 @@ fn summary(engine: &Engine, done: &Done<'_>) -> Value {
         Finish::Length => "length",
     };
     let counters = engine.expert_counters();
-    let drafts =
-        vec![("proposed", count(0)), ("accepted", count(0)), ("forwards", count(new_tokens))];
+    let drafts = vec![
+        ("proposed", count(done.drafts.proposed as usize)),
+        ("accepted", count(done.drafts.accepted as usize)),
+        ("forwards", count(done.drafts.forwards as usize)),
+    ];
     object(vec![
         ("prompt_tokens", count(done.prompt_tokens)),
         ("ids", ids(&done.new_ids)),

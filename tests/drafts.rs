@@ -1,0 +1,248 @@
+//! Drafts: the head computes what the reference computes, and no draft ever changes a token.
+
+mod common;
+
+use colibri::config::Config;
+use colibri::cpu::Isa;
+use colibri::engine::{Engine, Options, Session};
+use colibri::experts::ExpertStore;
+use colibri::kv::KvCache;
+use colibri::model::{Model, Observer, Runtime, Scratch, Unobserved};
+use colibri::ops::Compute;
+use colibri::plan::Limit;
+use colibri::safetensors::Directory;
+use colibri::sample::{Params, Sampler};
+use colibri::tokenizer::Special;
+use colibri::weights::Weights;
+use common::{TempDir, fixture, full_ids, integers, open, read_floats, read_json};
+use std::path::Path;
+
+const HEAD: &str = "h_mtp";
+/// As the reference is float64: bound of the fixture for float32.
+const TOLERANCE: f64 = 5e-5;
+
+/// Passes with drafts as (committed tokens, drafts, accepted).
+#[derive(Default)]
+struct Drafted(Vec<(usize, Vec<u32>, usize)>);
+
+impl Observer for Drafted {
+    fn drafted(&mut self, tokens: usize, drafts: &[u32], accepted: usize) {
+        self.0.push((tokens - 1, drafts.to_vec(), accepted));
+    }
+}
+
+fn options(drafts: Option<usize>) -> Options {
+    let limit = Limit::SlotsPerLayer(1000);
+    Options { ctx_tokens: 128, chunk_rows: 16, limit, drafts, threads: 2, ..Options::default() }
+}
+
+fn generate(
+    session: &mut Session<'_>,
+    prompt: &[u32],
+    count: usize,
+    params: Params,
+) -> (Vec<u32>, Drafted) {
+    let mut sampler = Sampler::new(params, Vec::new()).unwrap();
+    let (mut ids, mut drafted) = (Vec::new(), Drafted::default());
+    let push = |id, _: &mut Drafted| {
+        ids.push(id);
+        Ok(true)
+    };
+    session.generate(prompt, count, &mut sampler, &mut drafted, push).unwrap();
+    (ids, drafted)
+}
+
+/// Drafts of the reference's greedy decoding behind its prompt, three at a time.
+fn reference_steps(kind: &str) -> Vec<(usize, Vec<u32>, usize)> {
+    let reference = read_json(&fixture(HEAD).join("ref.json"));
+    let speculative = reference.get("mtp").unwrap().get("speculative").unwrap();
+    let steps = speculative.get(kind).unwrap().get("steps").unwrap();
+    let number = |value: &colibri::json::Value| value.as_u64().unwrap() as usize;
+    let step = |step: &colibri::json::Value| {
+        let step = step.as_array().unwrap();
+        (number(&step[0]), integers(&step[1]), number(&step[2]))
+    };
+    steps.as_array().unwrap().iter().map(step).collect()
+}
+
+fn prompt() -> Vec<u32> {
+    integers(read_json(&fixture(HEAD).join("ref.json")).get("prompt_ids").unwrap())
+}
+
+/// The fixture with the selection of a draft's first step kept for the others.
+fn sharing(name: &str) -> TempDir {
+    let dir = TempDir::new(name);
+    let config = std::fs::read_to_string(fixture(HEAD).join("config.json")).unwrap();
+    let key = "\"index_share_for_mtp_iteration\": ";
+    assert!(config.contains(&format!("{key}false")));
+    let config = config.replace(&format!("{key}false"), &format!("{key}true"));
+    std::fs::write(dir.0.join("config.json"), config).unwrap();
+    let weights = "model.safetensors";
+    std::fs::copy(fixture(HEAD).join(weights), dir.0.join(weights)).unwrap();
+    dir
+}
+
+/// Every row of the head from true tokens and true hidden states, one at a time and, for all rows
+/// before the last, as rows that are only projected.
+#[test]
+fn the_heads_logits_are_those_of_the_reference() {
+    let dir = fixture(HEAD);
+    let config = Config::load(&dir).unwrap();
+    let directory = Directory::open(&dir).unwrap();
+    let weights = Weights::bind(&directory, &config).unwrap();
+    weights.load(&directory, |_| ()).unwrap();
+    let tokens = full_ids(HEAD);
+    let (vocab, width, last) = (config.vocab_size, config.hidden_size, tokens.len() - 1);
+    let mut kv = KvCache::new(&config, &weights.index_layers(), tokens.len()).unwrap();
+    let store = ExpertStore::new(1 << 24, 0).unwrap();
+    let compute = Compute::new(2, Isa::detect());
+    let mut runtime = Runtime { compute, store, scratch: Scratch::default() };
+    let model = Model::new(config, directory, weights);
+    model.forward(&tokens, 0, &mut kv, &mut runtime, &mut Unobserved).unwrap();
+    let hidden: Vec<Vec<f32>> =
+        (0..tokens.len()).map(|t| model.hidden(&runtime.scratch, t).to_vec()).collect();
+    let want = read_floats(&dir.join("mtp_logits.f32"));
+    assert_eq!(want.len(), last * vocab);
+    let mut logits = Vec::new();
+    let mut check = |row: usize, kv: &mut KvCache, runtime: &mut Runtime| {
+        model.draft(tokens[row + 1], row, &hidden[row], false, kv, runtime).unwrap();
+        model.logits(0..1, row, runtime, &mut logits).unwrap();
+        let want = &want[row * vocab..(row + 1) * vocab];
+        let (worst, _) = common::difference(&logits, want);
+        assert!(worst < TOLERANCE, "row {row}: {worst}");
+    };
+    (0..last).for_each(|row| check(row, &mut kv, &mut runtime));
+    // The same last row behind rows that were made in one batch.
+    kv = KvCache::new(&model.config, &model.weights.index_layers(), tokens.len()).unwrap();
+    let joined = hidden[..last - 1].concat();
+    assert_eq!(joined.len(), (last - 1) * width);
+    model.absorb(&tokens[1..last], 0, &joined, &mut kv, &mut runtime).unwrap();
+    check(last - 1, &mut kv, &mut runtime);
+}
+
+#[test]
+fn drafts_and_their_fate_are_those_of_the_reference() {
+    for chunk_rows in [1, 7, 64] {
+        let engine = open(&fixture(HEAD), Options { chunk_rows, ..options(Some(3)) });
+        let mut session = engine.session().unwrap();
+        let (ids, drafted) = generate(&mut session, &prompt(), 40, Params::GREEDY);
+        let steps = reference_steps("canonical");
+        assert_eq!(ids[..24], full_ids(HEAD)[48..]);
+        assert_eq!(drafted.0[..steps.len()], steps, "chunks of {chunk_rows}");
+    }
+    let dir = sharing("share-topk");
+    let engine = open(&dir.0, options(Some(3)));
+    let (_, drafted) = generate(&mut engine.session().unwrap(), &prompt(), 40, Params::GREEDY);
+    let steps = reference_steps("share_topk");
+    assert_eq!(drafted.0[..steps.len()], steps);
+}
+
+/// Greedy and sampled text of every way to draft. The fixtures differ in whether they have a head;
+/// the prompt repeats itself, so that its own text has drafts for all of them.
+#[test]
+fn no_draft_changes_a_token() {
+    let sampled = Params { temperature: 1.3, top_p: 0.9, seed: 7, ..Params::GREEDY };
+    for name in [HEAD, "a_seed", "k_long", "formats/int4-g64", "formats/mixed"] {
+        let ids = &full_ids(name)[..12];
+        let prompt = [ids, ids, &ids[..6]].concat();
+        for params in [Params::GREEDY, sampled] {
+            let mut want = None;
+            let mut accepted = 0;
+            for drafts in [Some(0), Some(1), Some(2), Some(3), Some(4), Some(5), None] {
+                for chunk_rows in [5, 64] {
+                    let engine = open(&fixture(name), Options { chunk_rows, ..options(drafts) });
+                    let mut session = engine.session().unwrap();
+                    let (ids, _) = generate(&mut session, &prompt, 40, params.clone());
+                    assert_eq!(ids.len(), 40);
+                    let want = want.get_or_insert_with(|| ids.clone());
+                    assert_eq!(*want, ids, "{name}, {drafts:?} drafts, {params:?}");
+                    accepted += session.draft_counters().accepted;
+                }
+            }
+            // The random head is never right; greedy text of random weights soon runs in circles.
+            let repeats = name != HEAD && params.temperature == 0.0;
+            assert!(!repeats || accepted > 0, "{name}: no draft was ever right");
+        }
+    }
+}
+
+/// A trained head, which is right about as often as not, whose drafts are kept in part.
+#[test]
+fn a_trained_heads_drafts_are_right_and_change_no_token() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("oracle/demo");
+    let prompt: Vec<u32> = {
+        let engine = open(&dir, options(Some(0)));
+        let text = "It was a fine morning in May, and Emma";
+        engine.tokenizer().unwrap().encode(text, Special::Text)
+    };
+    let sampled = Params { temperature: 0.8, top_p: 0.95, seed: 3, ..Params::GREEDY };
+    for params in [Params::GREEDY, sampled] {
+        let plain = open(&dir, options(Some(0)));
+        let (want, _) = generate(&mut plain.session().unwrap(), &prompt, 100, params.clone());
+        for drafts in [Some(1), Some(2), Some(5), None] {
+            let engine = open(&dir, options(drafts));
+            let mut session = engine.session().unwrap();
+            let (ids, drafted) = generate(&mut session, &prompt, 100, params.clone());
+            assert_eq!(ids, want, "{drafts:?}");
+            let first = drafted.0.iter().filter(|(_, drafts, _)| !drafts.is_empty());
+            let right = first.clone().filter(|(.., accepted)| *accepted > 0).count();
+            let share = right as f64 / first.count() as f64;
+            assert!(drafts.is_none() || (0.3..0.95).contains(&share), "{drafts:?}: {share}");
+        }
+    }
+}
+
+/// The logits of a prefill, with a head that is fed and without one.
+#[test]
+fn a_draft_head_changes_no_logit() {
+    let tokens = full_ids(HEAD);
+    let logits = |drafts: Option<usize>| {
+        let engine = open(&fixture(HEAD), options(drafts));
+        common::all_logits(&engine, &tokens, &mut Unobserved)
+    };
+    let (without, with) = (logits(Some(0)), logits(Some(5)));
+    assert!(without.iter().zip(&with).all(|(a, b)| a.to_bits() == b.to_bits()));
+}
+
+/// A timeline that was cut and went on otherwise: the head's rows behind the cut are made anew.
+/// What it drafts is what a fresh session drafts.
+#[test]
+fn the_head_follows_a_timeline_that_was_cut() {
+    let engine: Engine = open(&fixture(HEAD), options(Some(3)));
+    let tokens = prompt();
+    let mut other = tokens.clone();
+    other[30] = (other[30] + 1) % 96;
+    let greedy = Params::GREEDY;
+    for (cut, prompt) in [(48, &tokens), (47, &tokens), (33, &tokens), (1, &tokens), (48, &other)] {
+        let prompt = &prompt[..cut];
+        let fresh = generate(&mut engine.session().unwrap(), prompt, 12, greedy.clone());
+        let mut session = engine.session().unwrap();
+        generate(&mut session, &tokens, 9, greedy.clone());
+        let again = generate(&mut session, prompt, 12, greedy.clone());
+        assert_eq!((&fresh.0, &fresh.1.0), (&again.0, &again.1.0), "cut at {cut}");
+    }
+}
+
+/// Full to the last position, with drafts that would not fit.
+#[test]
+fn drafts_end_with_the_context() {
+    let engine = open(&fixture(HEAD), Options { ctx_tokens: 52, ..options(Some(5)) });
+    let mut session = engine.session().unwrap();
+    let (ids, drafted) = generate(&mut session, &prompt(), 40, Params::GREEDY);
+    // Four more fit, and one is drawn from the full context.
+    assert_eq!(ids, full_ids(HEAD)[48..53]);
+    assert!(drafted.0.iter().all(|(tokens, drafts, _)| tokens + 1 + drafts.len() <= 52));
+}
+
+/// One tensor of the head is gone: the container is incomplete, and that is said by name.
+#[test]
+fn an_incomplete_head_is_refused_by_name() {
+    let dir = TempDir::new("incomplete-head");
+    std::fs::copy(fixture(HEAD).join("config.json"), dir.0.join("config.json")).unwrap();
+    let path = |dir: &Path| dir.join("model.safetensors");
+    let mut tensors = common::read_safetensors(&path(&fixture(HEAD)));
+    tensors.retain(|tensor| tensor.name != "model.layers.4.hnorm.weight");
+    common::write_safetensors(&path(&dir.0), &tensors);
+    let error = Engine::open(&dir.0, options(None), |_, _| ()).err().unwrap().to_string();
+    assert!(error.contains("model.layers.4.hnorm.weight"), "{error}");
+}
