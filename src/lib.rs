@@ -49,5 +49,8 @@ pub mod reply;
 pub mod sample;
 pub mod stop;
 
+// Layer 6, service: framing.
+pub mod http;
+
 // Layer 7, top: arguments, one file per verb.
 pub mod cli;

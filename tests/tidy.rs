@@ -14,7 +14,7 @@ const LAYERS: [&[&str]; 8] = [
     &["weights", "disk", "experts", "plan"],
     &["ops", "kv", "attention", "indexer", "moe", "model"],
     &["sample", "stop", "draft", "engine", "chat", "reply"],
-    &[],
+    &["http"],
     &["cli"],
 ];
 
