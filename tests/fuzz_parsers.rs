@@ -6,9 +6,12 @@
 
 #![forbid(unsafe_code)]
 
+mod common;
+
 use colibri::config::{Config, IndexerKind};
 use colibri::json::{self, Limits, Reader, Value};
 use colibri::safetensors::Directory;
+use common::{Random, new_seed};
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -20,35 +23,6 @@ const CASE_TIME_MAX: Duration = Duration::from_secs(2);
 
 /// Most memory the process may have used at any time; all the inputs together are far smaller.
 const PEAK_KIB_MAX: u64 = 400 << 10;
-
-/// Marsaglia's xorshift64*.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
-    }
-
-    /// Uniform enough in 0..end; `end` is not 0.
-    fn below(&mut self, end: usize) -> usize {
-        ((self.next() >> 33) % end as u64) as usize
-    }
-
-    fn pick<'a, T: ?Sized>(&mut self, choices: &[&'a T]) -> &'a T {
-        choices[self.below(choices.len())]
-    }
-}
-
-fn new_seed() -> u64 {
-    let given = std::env::var("COLI_FUZZ_SEED").ok().and_then(|text| text.parse().ok());
-    given.unwrap_or_else(|| {
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-        now.as_nanos() as u64
-    })
-}
 
 /// Runs `check` on `count` inputs that `make` draws.
 fn fuzz(

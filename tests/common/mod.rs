@@ -1,4 +1,4 @@
-//! What several test files share: fixtures and raw float files.
+//! What several test files share: fixtures, raw float files, and random choices.
 
 #![allow(dead_code, reason = "each test binary uses a part of this file")]
 
@@ -253,4 +253,36 @@ pub fn read_safetensors(path: &Path) -> Vec<TestTensor> {
     }
     tensors.sort_by_key(|(offset, _)| *offset);
     tensors.into_iter().map(|(_, tensor)| tensor).collect()
+}
+
+/// Marsaglia's xorshift64*. The state is not 0, the generator's fixed point.
+pub struct Random(pub u64);
+
+impl Random {
+    /// The next 64 bits.
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+
+    /// Uniform enough in 0..end; `end` is not 0.
+    pub fn below(&mut self, end: usize) -> usize {
+        ((self.next() >> 33) % end as u64) as usize
+    }
+
+    /// One of the choices.
+    pub fn pick<'a, T: ?Sized>(&mut self, choices: &[&'a T]) -> &'a T {
+        choices[self.below(choices.len())]
+    }
+}
+
+/// The number in the environment's `COLI_FUZZ_SEED`, or a new one.
+pub fn new_seed() -> u64 {
+    let given = std::env::var("COLI_FUZZ_SEED").ok().and_then(|text| text.parse().ok());
+    given.unwrap_or_else(|| {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        now.as_nanos() as u64
+    })
 }
