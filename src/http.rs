@@ -20,8 +20,7 @@ pub use policy::{check_bind, check_host, check_key, cors_headers};
 pub use request::Request;
 pub use responder::Responder;
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -31,8 +30,8 @@ use wire::Wire;
 /// Stack of a connection's thread: enough for any JSON that its reader admits.
 const STACK_BYTES: usize = 512 << 10;
 
-/// How long the wake-up connection of [`Stopper::stop`] may take, and how long the listener rests
-/// when the system has no descriptor left for a new connection.
+/// How long the listener waits: for the connection that wakes it, for a client that it turns away,
+/// and for a descriptor when the system has none left.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// What clients may use of the server.
@@ -83,7 +82,7 @@ impl Default for Limits {
 }
 
 /// Statuses in use: reason phrase, `type` and usual `code` of the error object.
-const STATUSES: [(u16, &str, &str, Option<&str>); 21] = [
+const STATUSES: [(u16, &str, &str, Option<&str>); 18] = [
     (200, "OK", "", None),
     (204, "No Content", "", None),
     (400, "Bad Request", "invalid_request_error", None),
@@ -92,13 +91,10 @@ const STATUSES: [(u16, &str, &str, Option<&str>); 21] = [
     (404, "Not Found", "invalid_request_error", Some("not_found")),
     (405, "Method Not Allowed", "invalid_request_error", Some("method_not_allowed")),
     (408, "Request Timeout", "invalid_request_error", Some("request_timeout")),
-    (409, "Conflict", "invalid_request_error", Some("conflict")),
     (411, "Length Required", "invalid_request_error", Some("length_required")),
     (413, "Content Too Large", "invalid_request_error", Some("request_too_large")),
     (414, "URI Too Long", "invalid_request_error", Some("uri_too_long")),
-    (415, "Unsupported Media Type", "invalid_request_error", Some("unsupported_media_type")),
     (417, "Expectation Failed", "invalid_request_error", Some("expectation_failed")),
-    (422, "Unprocessable Content", "invalid_request_error", None),
     (429, "Too Many Requests", "rate_limit_error", Some("rate_limited")),
     (431, "Request Header Fields Too Large", "invalid_request_error", Some("headers_too_large")),
     (500, "Internal Server Error", "server_error", Some("internal_error")),
@@ -281,13 +277,9 @@ impl Stopper {
     /// Makes [`Server::run`] end; returns at once.
     pub fn stop(&self) {
         self.0.lock().stopping = true;
-        let ip = match self.0.address.ip() {
-            IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
-            IpAddr::V6(ip) if ip.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
-            ip => ip,
-        };
-        // Wakes the listener. If this fails, others are in the queue and wake it.
-        let _ = TcpStream::connect_timeout(&SocketAddr::new(ip, self.0.address.port()), PAUSE);
+        // Wakes the listener, on loopback if it listens on every address. If this fails, others
+        // are in the queue and wake it.
+        let _ = TcpStream::connect_timeout(&self.0.address, PAUSE);
     }
 }
 
@@ -300,7 +292,14 @@ impl Shared {
     /// Gives a new connection its thread.
     fn start(self: &Arc<Shared>, stream: TcpStream, handler: &Arc<impl Handler>) {
         let stream = Arc::new(stream);
-        let Some(id) = self.register(&stream) else { return turn_away(&stream) };
+        let Some(id) = self.register(&stream) else {
+            let mut wire = Wire::new(stream, PAUSE);
+            let refusal = Refusal::new(503, "too many connections").header("Retry-After", "1");
+            let _ = Responder::new(&mut wire, &Request::default()).refuse(&refusal);
+            // Closing with unread bytes would take the answer away from the client.
+            wire.is_gone();
+            return;
+        };
         let registered = Registered { shared: Arc::clone(self), id };
         let handler = Arc::clone(handler);
         let serve = move || registered.serve(stream, &*handler);
@@ -392,15 +391,14 @@ impl Registered {
     /// Reads one request and answers it. False when the connection is to be closed.
     fn exchange(&self, wire: &mut Wire, handler: &impl Handler, may_keep: bool) -> bool {
         let limits = &self.shared.limits;
-        let head = Request::read_head(wire, limits);
-        let (mut request, refusal) = match head {
-            Ok(request) => (request, None),
-            Err(failure) => (Request::default(), Some(failure)),
+        let (mut request, head) = match Request::read_head(wire, limits) {
+            Ok(request) => (request, Ok(())),
+            Err(failure) => (Request::default(), Err(failure)),
         };
         let keep = may_keep && request.keep_alive && !self.shared.lock().stopping;
         let mut responder = Responder::new(wire, &request);
         let outcome = catch_unwind(AssertUnwindSafe(|| {
-            refusal.map_or(Ok(()), Err)?;
+            head?;
             // An answer before the end of the body is the last one on this connection.
             responder.set_keep_alive(keep && !request.has_body());
             handler.admit(&request, &mut responder)?;
@@ -412,20 +410,4 @@ impl Registered {
             Err(Refusal::new(500, "the server failed; its log says more").into())
         }))
     }
-}
-
-/// Tells a client that there are too many, as far as that works without waiting for it.
-fn turn_away(mut stream: &TcpStream) {
-    let refusal = Refusal::new(503, "too many connections").code("too_many_connections");
-    let body = refusal.to_json();
-    let answer = format!(
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n\
-         Content-Length: {}\r\nConnection: close\r\n\r\n{body}",
-        body.len()
-    );
-    let _ = stream.set_nonblocking(true);
-    let _ = stream.write(answer.as_bytes());
-    let _ = stream.shutdown(Shutdown::Write);
-    // Closing with unread bytes would take the answer away from the client.
-    let _ = stream.read(&mut [0; 16 << 10]);
 }

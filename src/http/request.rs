@@ -103,47 +103,33 @@ impl Request {
             _ => return Err(bad("more than one Host")),
         }
         self.framing = self.find_framing(limits)?;
-        if self.is_1_1
-            && let Some(other) =
-                self.elements("expect").find(|e| !e.eq_ignore_ascii_case("100-continue"))
-        {
-            return Err(Refusal::new(417, format!("Expect: {other} is not offered")));
+        let is_known = |expected: &str| expected.eq_ignore_ascii_case("100-continue");
+        if self.is_1_1 && !self.elements("expect").all(is_known) {
+            return Err(Refusal::new(417, "only Expect: 100-continue is offered"));
         }
-        self.keep_alive = if self.is_1_1 {
-            !self.lists("connection", "close")
-        } else {
-            self.lists("connection", "keep-alive")
-        };
+        let exception = if self.is_1_1 { "close" } else { "keep-alive" };
+        self.keep_alive = self.lists("connection", exception) != self.is_1_1;
         Ok(())
     }
 
     fn find_framing(&self, limits: &Limits) -> Result<Framing, Refusal> {
         let lengths: Vec<&str> = self.values("content-length").collect();
-        let is_coded = self.values("transfer-encoding").next().is_some();
-        match (lengths.as_slice(), is_coded) {
-            ([], false) if ["POST", "PUT", "PATCH"].contains(&self.method.as_str()) => {
-                let message = "expected Content-Length or Transfer-Encoding: chunked";
-                Err(Refusal::new(411, message))
+        let codings: Vec<&str> = self.values("transfer-encoding").collect();
+        match (&lengths[..], &codings[..]) {
+            ([], []) if ["POST", "PUT", "PATCH"].contains(&self.method.as_str()) => {
+                Err(Refusal::new(411, "expected Content-Length or Transfer-Encoding: chunked"))
             }
-            ([], false) => Ok(Framing::None),
-            ([], true) if !self.is_1_1 => Err(bad("Transfer-Encoding is not part of HTTP/1.0")),
-            ([], true) => {
-                let codings: Vec<&str> = self.elements("transfer-encoding").collect();
-                if codings.len() == 1 && codings[0].eq_ignore_ascii_case("chunked") {
-                    return Ok(Framing::Chunked);
-                }
-                let message = format!("Transfer-Encoding: {} is not offered", codings.join(", "));
-                Err(Refusal::new(501, message))
-            }
-            ([digits], false) => {
-                if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
-                    return Err(bad(format!("Content-Length: expected digits, found {digits:?}")));
-                }
+            ([], []) => Ok(Framing::None),
+            ([], _) if !self.is_1_1 => Err(bad("Transfer-Encoding is not part of HTTP/1.0")),
+            ([], [coding]) if coding.eq_ignore_ascii_case("chunked") => Ok(Framing::Chunked),
+            ([], _) => Err(Refusal::new(501, "only Transfer-Encoding: chunked is offered")),
+            ([digits], []) if is_all(digits, u8::is_ascii_digit) => {
                 let length = digits.parse().ok().filter(|length| *length <= limits.body_bytes);
                 length.map(Framing::Length).ok_or_else(|| too_large(limits))
             }
-            (_, false) => Err(bad("more than one Content-Length")),
-            (_, true) => Err(bad("both Content-Length and Transfer-Encoding")),
+            ([_], []) => Err(bad("Content-Length is not a number")),
+            (_, []) => Err(bad("more than one Content-Length")),
+            _ => Err(bad("both Content-Length and Transfer-Encoding")),
         }
     }
 
@@ -166,6 +152,11 @@ fn too_large(limits: &Limits) -> Refusal {
     Refusal::new(413, format!("the body is longer than {} bytes", limits.body_bytes))
 }
 
+/// Whether all bytes of a text, which is not empty, are of one kind.
+fn is_all(text: &str, is_one: impl Fn(&u8) -> bool) -> bool {
+    !text.is_empty() && text.as_bytes().iter().all(is_one)
+}
+
 /// Without the spaces and tabs that may surround a value.
 fn trim(text: &str) -> &str {
     text.trim_matches([' ', '\t'])
@@ -177,21 +168,18 @@ fn parse_request_line(line: &str) -> Result<Request, Refusal> {
     let [method, target, version] = parts[..] else {
         return Err(bad("the request line is not \"METHOD target HTTP/1.1\""));
     };
-    let is_1_1 = match version.as_bytes() {
-        b"HTTP/1.1" => true,
-        b"HTTP/1.0" => false,
-        [b'H', b'T', b'T', b'P', b'/', b'0'..=b'9', b'.', b'0'..=b'9'] => {
-            return Err(Refusal::new(505, format!("expected HTTP/1.1 or 1.0, found {version}")));
+    let is_1_1 = match version {
+        "HTTP/1.1" => true,
+        "HTTP/1.0" => false,
+        _ if version.starts_with("HTTP/") => {
+            return Err(Refusal::new(505, "expected HTTP/1.1 or HTTP/1.0"));
         }
         _ => return Err(bad("the request line does not end with HTTP/1.1")),
     };
-    if !is_token(method) {
-        return Err(bad("the method is not a word"));
-    }
     if !METHODS.contains(&method) {
         return Err(Refusal::new(501, format!("the method {method} is not offered")));
     }
-    if !target.bytes().all(|byte| byte.is_ascii_graphic()) {
+    if !is_all(target, u8::is_ascii_graphic) {
         return Err(bad("the target has bytes that need percent-encoding"));
     }
     let (host, target) = match target.split_once("://") {
@@ -215,24 +203,18 @@ fn parse_request_line(line: &str) -> Result<Request, Refusal> {
 fn percent_decode(text: &str) -> Option<String> {
     let mut pieces = text.split('%');
     let mut bytes = pieces.next()?.as_bytes().to_vec();
+    let digit = |byte: &u8| char::from(*byte).to_digit(16);
     for piece in pieces {
-        let (digits, rest) = piece.split_at_checked(2)?;
-        bytes.push(u8::try_from(parse_hex(digits)?).ok()?);
-        bytes.extend_from_slice(rest.as_bytes());
+        let [high, low, rest @ ..] = piece.as_bytes() else { return None };
+        bytes.push((digit(high)? * 16 + digit(low)?) as u8);
+        bytes.extend_from_slice(rest);
     }
     String::from_utf8(bytes).ok()
 }
 
-/// Only digits: `from_str_radix` takes a sign, too.
-fn parse_hex(digits: &str) -> Option<usize> {
-    let only_digits = digits.bytes().all(|byte| byte.is_ascii_hexdigit());
-    usize::from_str_radix(digits, 16).ok().filter(|_| only_digits)
-}
-
-/// Whether `text` is a word in the sense of the grammar: a method or the name of a header.
+/// Whether `text` may be the name of a header.
 fn is_token(text: &str) -> bool {
-    let is_mark = |byte| b"!#$%&'*+-.^_`|~".contains(&byte);
-    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || is_mark(byte))
+    is_all(text, |byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte))
 }
 
 /// Reads headers, or trailers, up to the empty line.
@@ -275,12 +257,11 @@ fn read_chunks(wire: &mut Wire, limits: &Limits, deadline: Instant, body: &mut V
         let long = || bad(format!("the line of a chunk is longer than {CHUNK_LINE_BYTES} bytes"));
         let line = wire.line(CHUNK_LINE_BYTES, deadline, long)?;
         let digits = trim(line.split(';').next().unwrap_or_default());
-        let is_hex = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_hexdigit());
-        if !is_hex {
+        if !is_all(digits, u8::is_ascii_hexdigit) {
             return Err(bad("a chunk does not begin with its size").into());
         }
-        let size = parse_hex(digits).filter(|size| *size <= limits.body_bytes - body.len());
-        match size {
+        let size = usize::from_str_radix(digits, 16).ok();
+        match size.filter(|size| *size <= limits.body_bytes - body.len()) {
             None => return Err(too_large(limits).into()),
             Some(0) => break,
             Some(size) => wire.take(size, body, deadline)?,
