@@ -133,8 +133,8 @@ impl<'a> Responder<'a> {
         self.write(b": keepalive\n\n")
     }
 
-    /// Ends the stream. One that is not ended is cut off, and the client can tell by the missing last
-    /// chunk (HTTP/1.0 has none).
+    /// Ends the stream. One that is not ended is cut off: the client misses the last chunk, which
+    /// HTTP/1.0 does not have.
     pub fn finish(&mut self) -> Outcome {
         assert_eq!(self.phase, Phase::Streaming, "finish without start");
         if self.is_1_1 && !self.is_head {
