@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::ffi::{CString, c_char};
 use std::fs::File;
 use std::io::{ErrorKind, Read};
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,6 +25,7 @@ const SIG_DFL: usize = 0;
 const PROT_READ_WRITE: i32 = 3;
 const MAP_PRIVATE_ANONYMOUS: i32 = 0x22;
 const MADV_HUGEPAGE: i32 = 14;
+const POSIX_FADV_DONTNEED: i32 = 4;
 
 const W_OK: i32 = 2;
 const RLIMIT_NOFILE: i32 = 7;
@@ -33,6 +35,7 @@ unsafe extern "C" {
     fn mmap(addr: *mut u8, bytes: usize, prot: i32, flags: i32, fd: i32, offset: i64) -> *mut u8;
     fn munmap(addr: *mut u8, bytes: usize) -> i32;
     fn madvise(addr: *mut u8, bytes: usize, advice: i32) -> i32;
+    fn posix_fadvise(file: i32, offset: i64, bytes: i64, advice: i32) -> i32;
     fn access(path: *const c_char, mode: i32) -> i32;
     fn statvfs(path: *const c_char, buffer: *mut [u64; STATVFS_WORDS]) -> i32;
     fn getrlimit(resource: i32, limit: *mut [u64; 2]) -> i32;
@@ -275,6 +278,14 @@ pub fn raise_file_limit(more: usize) -> Result<u64> {
         );
     }
     Ok(needed)
+}
+
+/// Lets the page cache drop these bytes of a file: they will not be read again, and until then
+/// count as memory that this process holds.
+pub fn forget_cached(file: &File, offset: u64, bytes: usize) {
+    // SAFETY: the descriptor is open as long as `file` is borrowed. Advice changes no contents, and
+    // a system that does not take it only keeps the pages.
+    unsafe { posix_fadvise(file.as_raw_fd(), offset as i64, bytes as i64, POSIX_FADV_DONTNEED) };
 }
 
 /// Bytes that drives delivered for this process so far, where the system says so.

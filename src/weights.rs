@@ -19,7 +19,7 @@ use crate::disk::read_exact_at;
 use crate::error::Result;
 use crate::quant::{Encoded, FP8_BLOCK};
 use crate::safetensors::Directory;
-use crate::sys::Pages;
+use crate::sys::{self, Pages};
 use std::fmt::Display;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -254,6 +254,10 @@ impl Weights {
             rest = rest.get_mut(start - end..).unwrap_or_default();
         }
         read_all(directory, parts, progress)?;
+        for shard in directory.shards().iter().filter(|shard| shard.direct.is_some()) {
+            // What was read ahead in vain.
+            sys::forget_cached(&shard.file, 0, shard.bytes as usize);
+        }
         let pages = Arc::new(pages);
         for (matrix, start) in self.resident().into_iter().zip(starts) {
             let place = (Arc::clone(&pages), start);

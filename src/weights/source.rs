@@ -8,10 +8,13 @@
 
 use super::read_span;
 use crate::bail;
+use crate::disk::read_exact_at;
 use crate::error::{Context, Result};
 use crate::float::f32_at;
 use crate::quant::{self, Encoded, FP8_BLOCK, Format, NVFP4_BLOCK};
 use crate::safetensors::{Directory, Dtype, Tensor};
+use crate::sys;
+use std::fmt::Display;
 
 /// A checked range of bytes in one shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,13 +77,13 @@ impl MatrixSource {
         self.weights.bytes + self.scales.map_or(0, |span| span.bytes)
     }
 
-    /// Reads weights, then scales, into `buffer [bytes()]`.
+    /// Reads weights, then scales, into `buffer [bytes()]`, to stay there.
     pub fn read(&self, directory: &Directory, buffer: &mut [u8]) -> Result<()> {
         let (weights, scales) = buffer.split_at_mut(self.weights.bytes);
-        read_span(directory, &self.name, self.weights, weights)?;
+        read_once(directory, &self.name, self.weights, weights)?;
         match self.scales {
             Some(span) => {
-                read_span(directory, format_args!("scales of {}", self.name), span, scales)
+                read_once(directory, format_args!("scales of {}", self.name), span, scales)
             }
             None => Ok(()),
         }
@@ -198,6 +201,32 @@ fn resolve_source(
 fn expect_shape(tensor: &Tensor, shape: &[usize]) -> Result<()> {
     if *tensor.shape != *shape {
         bail!("expected shape {shape:?}, found {:?}", tensor.shape);
+    }
+    Ok(())
+}
+
+/// Bytes that are read before the page cache is asked to forget them.
+const PART_BYTES: usize = 32 << 20;
+/// The page cache holds up to this much as one piece, and forgets whole pieces only.
+const PIECE_BYTES: usize = 2 << 20;
+
+/// Reads a span that will not be read again. Where experts go around the page cache, what it holds
+/// of this is memory that counts as ours and that the plan does not have.
+fn read_once(
+    directory: &Directory,
+    what: impl Display,
+    span: Span,
+    buffer: &mut [u8],
+) -> Result<()> {
+    let shard = &directory.shards()[span.shard];
+    let mut offset = span.offset;
+    for part in buffer.chunks_mut(PART_BYTES) {
+        read_exact_at(&shard.file, &shard.path, &what, offset, part)?;
+        if shard.direct.is_some() {
+            let start = offset.saturating_sub(PIECE_BYTES as u64);
+            sys::forget_cached(&shard.file, start, part.len() + 2 * PIECE_BYTES);
+        }
+        offset += part.len() as u64;
     }
     Ok(())
 }
