@@ -114,10 +114,12 @@ impl Drafter {
         }
         let rate = |count: usize| self.rate(source, count);
         let best = (1..=most).max_by(|a, b| rate(*a).total_cmp(&rate(*b))).unwrap_or(0);
-        if rate(best) > GAIN_MIN * rate(0) {
+        let pays = rate(best) > GAIN_MIN * rate(0);
+        let record = &mut self.records[source as usize];
+        if pays {
+            (record.wait, record.pause) = (PAUSE_PASSES[0], PAUSE_PASSES[0]);
             return best;
         }
-        let record = &mut self.records[source as usize];
         record.wait = record.wait.saturating_sub(1);
         (record.wait == 0) as usize
     }
@@ -170,9 +172,6 @@ impl Drafter {
         if record.wait == 0 {
             record.wait = record.pause;
             record.pause = (2 * record.pause).min(PAUSE_PASSES[1]);
-        }
-        if accepted > 0 {
-            self.records[source as usize].pause = PAUSE_PASSES[0];
         }
     }
 }

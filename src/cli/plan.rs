@@ -28,7 +28,7 @@ pub const VERB: Verb = Verb {
     positional: "",
     summary: "show what a run would hold in memory, without loading it",
     example: "coli plan --model tests/fixtures/a_seed --ctx 1000 --ram 0.5",
-    flags: &[load::MODEL_FLAGS, load::PLAN_FLAGS, &[super::JSON]],
+    flags: &[load::MODEL_FLAGS, load::PLAN_FLAGS, &[load::PIN, super::JSON]],
     run,
 };
 

@@ -6,19 +6,20 @@
 #![forbid(unsafe_code)]
 
 use super::load::{Setup, count, ids, object, print_json};
-use super::print_text;
 use super::{Args, Flag, Verb, load};
+use super::{note, print_text};
 use crate::bail;
 use crate::chat;
 use crate::draft;
 use crate::engine::{Engine, Finish};
 use crate::error::{Context, Error, Result};
+use crate::experts::usage;
 use crate::json::Value;
 use crate::reply::Reply;
 use crate::sample::{Params, Sampler};
 use crate::sys;
 use crate::tokenizer::{Special, Tokenizer};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// The verb's table entry.
@@ -44,6 +45,19 @@ pub const VERB: Verb = Verb {
             Flag::value("--seed", "N", "seed of all draws (default: from the clock)"),
             Flag::value("--stop", "TEXT", "end before this text; may be given several times")
                 .repeated(),
+            Flag::value(
+                "--usage",
+                "FILE",
+                "which experts were used, learned from run to run; off: no",
+            )
+            .or_env("COLI_USAGE"),
+            load::PIN,
+            Flag::value(
+                "--repin",
+                "N",
+                "choose what is pinned anew after N tokens (default 0: never)",
+            ),
+            Flag::value("--trace", "FILE", "write which experts each token chose, for coli trace"),
         ],
     ],
     run,
@@ -72,6 +86,7 @@ fn run(args: &Args) -> Result<()> {
     }
     // The last token is drawn, never fed.
     let engine = setup.open(prompt.len() + new_tokens - 1)?;
+    let usage = open_usage(args, &engine);
     let load_s = start.elapsed().as_secs_f64();
     let tokenizer = engine.tokenizer().ok();
     let mut reply = tokenizer.map(|tokenizer| Reply::new(tokenizer, thinking, &stops));
@@ -81,6 +96,9 @@ fn run(args: &Args) -> Result<()> {
     let mut sampler = Sampler::new(params, engine.never_sampled())?;
     let mut session = engine.session()?;
     let mut watch = load::Watch::new(&engine, prompt.len());
+    if let Some(file) = args.get("--trace") {
+        watch.trace(Path::new(file))?;
+    }
     let start = Instant::now();
     let mut first_s = None;
     let result = session.generate(&prompt, new_tokens, &mut sampler, &mut watch, |id, watch| {
@@ -94,7 +112,8 @@ fn run(args: &Args) -> Result<()> {
         Ok(!reply.stopped())
     });
     watch.clear();
-    let finish = match result {
+    save_usage(usage, &engine);
+    let finish = match watch.end_trace().and(result) {
         Ok(finish) => finish,
         Err(error) => {
             // What was said so far stays on lines of its own.
@@ -118,6 +137,27 @@ fn run(args: &Args) -> Result<()> {
         print_text(&ids.join(","))?;
     }
     print_text("\n")
+}
+
+/// Starts from what earlier runs learned; returns the file to write what this one adds.
+fn open_usage(args: &Args, engine: &Engine) -> Option<PathBuf> {
+    let path = match args.get("--usage") {
+        Some("off") => return None,
+        Some(file) => file.into(),
+        None => Path::new(args.get("--model")?).join(usage::FILE_NAME),
+    };
+    if let Err(error) = engine.load_usage(&path) {
+        note(&format!("coli: {error}; the run goes on without, and leaves the file alone\n"));
+        return None;
+    }
+    // As for the C engine: the file is only read.
+    (std::env::var("USAGE_SAVE").as_deref() != Ok("0")).then_some(path)
+}
+
+/// Writes what was learned; a run does not fail by it.
+fn save_usage(file: Option<PathBuf>, engine: &Engine) {
+    let saved = file.map_or(Ok(()), |file| engine.save_usage(&file));
+    saved.unwrap_or_else(|error| note(&format!("coli: {error}; what was learned is lost\n")));
 }
 
 /// Sampling parameters of the flags.
@@ -147,6 +187,9 @@ fn check_usage(args: &Args) -> Result<()> {
     }
     if args.has("--raw") && args.has("--ids") {
         return Err(Error::usage("--ids are fed as they are, --raw has no effect on them"));
+    }
+    if args.has("--repin") && !args.has("--pin") {
+        return Err(Error::usage("--repin needs a --pin"));
     }
     if args.all("--stop").iter().any(String::is_empty) {
         return Err(Error::usage("--stop: expected a text, found none"));

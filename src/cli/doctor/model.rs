@@ -3,15 +3,14 @@
 #![forbid(unsafe_code)]
 
 use super::{Finding, Part, Status, Subject, needs};
-use crate::bail;
 use crate::chat;
 use crate::cli::info;
 use crate::cli::load::{Setup, Watch, count, float};
 use crate::error::{Context, Result};
+use crate::experts::usage::Usage;
 use crate::json;
 use crate::plan::gb;
 use crate::sample::argmax;
-use crate::sys;
 use crate::tokenizer::Tokenizer;
 use std::time::Instant;
 
@@ -86,9 +85,10 @@ pub fn state(subject: &Subject) -> Part<Finding> {
         let path = subject.dir.join(&name);
         let bytes = path.symlink_metadata().context(|| path.display())?.len() as usize;
         if name == ".coli_usage"
-            && let Err(error) = sys::read_file(&path, 16 << 20).and_then(|text| check_usage(&text))
+            && let Ok(config) = &subject.config
+            && let Err(error) = Usage::read(&path, config.num_layers, config.n_routed_experts)
         {
-            return Ok(Finding::warn(error.context(path.display()).to_string()));
+            return Ok(Finding::warn(error.to_string()));
         }
         files.push(format!("{name} ({})", gb(bytes)));
     }
@@ -96,25 +96,6 @@ pub fn state(subject: &Subject) -> Part<Finding> {
         true => Err(Finding::skip("there are none")),
         false => Ok(Finding::pass(files.join(", "))),
     }
-}
-
-/// A history of use is lines of `layer expert count`; two may stand before them: `-1 layers
-/// experts`, and `-2 1 hash` of the family's name.
-fn check_usage(text: &[u8]) -> Result<()> {
-    for (i, line) in String::from_utf8_lossy(text).lines().enumerate() {
-        let words = line.split_ascii_whitespace();
-        let numbers: Vec<Option<i64>> = words.map(|word| word.parse().ok()).collect();
-        match numbers[..] {
-            [Some(-1), Some(0..), Some(0..)] if i == 0 => {}
-            [Some(-2), Some(1), Some(0..)] if i == 1 => {}
-            [Some(0..), Some(0..), Some(0..)] => {}
-            _ => {
-                let start: String = line.chars().take(40).collect();
-                bail!("line {}: expected layer, expert and count, found {start:?}", i + 1);
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Whether the model computes: loads it and runs the first two tokens of any chat, or token 0.
