@@ -24,7 +24,6 @@ use crate::sample::{Sampler, argmax};
 use crate::sys;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{Mlp, Weights};
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -343,6 +342,11 @@ pub struct Session<'a> {
 }
 
 impl Session<'_> {
+    /// The model it runs on.
+    pub fn engine(&self) -> &Engine {
+        self.engine
+    }
+
     /// Committed tokens.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
@@ -355,17 +359,7 @@ impl Session<'_> {
     /// the part that was committed.
     pub fn advance(&mut self, tokens: &[u32], observer: &mut dyn Observer) -> Result<&[f32]> {
         self.prepare(tokens)?;
-        let common = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
-        let mut kept = common.min(tokens.len() - 1);
-        // The draft head's row of the last kept position is made of a token that changes now, and of
-        // a hidden state that is gone if that row was made already.
-        if let Some(head) = &self.head
-            && kept < self.tokens.len()
-            && kept <= head.rows
-        {
-            kept = kept.saturating_sub(1);
-        }
-        self.truncate(kept);
+        self.keep_common(tokens, tokens.len() - 1);
         while self.tokens.len() < tokens.len() {
             let rest = &tokens[self.tokens.len()..];
             let chunk = &rest[..rest.len().min(self.engine.options.chunk_rows)];
@@ -375,6 +369,21 @@ impl Session<'_> {
             self.absorb(ABSORB_ROWS)?;
         }
         Ok(&self.logits)
+    }
+
+    /// Keeps what the timeline has in common with `tokens`, at most `most` of them.
+    fn keep_common(&mut self, tokens: &[u32], most: usize) {
+        let common = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+        let mut kept = common.min(most);
+        // The draft head's row of the last kept position is made of a token that changes now, and
+        // of a hidden state that is gone if that row was made already.
+        if let Some(head) = &self.head
+            && kept < self.tokens.len()
+            && kept <= head.rows
+        {
+            kept = kept.saturating_sub(1);
+        }
+        self.truncate(kept);
     }
 
     /// Keeps only the first `count` committed tokens.
@@ -400,26 +409,25 @@ impl Session<'_> {
     ) -> Result<Finish> {
         let stop_tokens = self.engine.stop_tokens();
         let mut tokens = prompt.to_vec();
+        sampler.start_reply(prompt.len());
         let room = self.kv.capacity_tokens();
-        let mut next = VecDeque::new();
         if new_tokens > 0 {
-            next.push_back(sampler.sample(self.advance(&tokens, observer)?, tokens.len())?);
+            let first = sampler.sample(self.advance(&tokens, observer)?, &tokens, None)?;
+            tokens.push(first);
         }
-        let mut left = new_tokens;
-        while left > 0 {
-            let Some(token) = next.pop_front() else {
+        for told in prompt.len()..prompt.len() + new_tokens {
+            if told == tokens.len() {
                 // The last token may be drawn from a full context; it is only never fed back.
                 if self.tokens.len() >= room {
                     return Ok(Finish::Length);
                 }
-                self.step(&tokens, left, sampler, observer, &mut next)?;
-                continue;
-            };
+                let left = prompt.len() + new_tokens - told;
+                self.step(&mut tokens, left, sampler, observer)?;
+            }
+            let token = tokens[told];
             if stop_tokens.contains(&token) {
                 return Ok(Finish::Stop);
             }
-            tokens.push(token);
-            left -= 1;
             if !on_token(token, observer)? {
                 return Ok(Finish::Stop);
             }
@@ -428,35 +436,34 @@ impl Session<'_> {
     }
 
     /// Commits the last of `tokens`, whose others are committed, and the drafts behind it that are
-    /// right. `next` gets those, and the token that follows them.
+    /// right: those are appended to `tokens`, and the token that follows them.
     fn step<O: Observer>(
         &mut self,
-        tokens: &[u32],
+        tokens: &mut Vec<u32>,
         left: usize,
         sampler: &mut Sampler,
         observer: &mut O,
-        next: &mut VecDeque<u32>,
     ) -> Result<()> {
-        let start = Instant::now();
-        let most = (left - 1).min(self.kv.capacity_tokens() - tokens.len());
+        let (start, before) = (Instant::now(), tokens.len());
+        let most = (left - 1).min(self.kv.capacity_tokens() - before);
         let source = self.guess(tokens, most)?;
         let guessing = start.elapsed();
         let batch = std::mem::take(&mut self.batch);
-        let drafts = batch.len() - 1;
         let mut is_right = true;
         self.forward(&batch, 0..batch.len(), observer, |row, logits| {
             if is_right {
-                let token = sampler.sample(logits, tokens.len() + row)?;
+                let token = sampler.sample(logits, tokens, None)?;
                 is_right = batch.get(row + 1) == Some(&token);
-                next.push_back(token);
+                tokens.push(token);
             }
             Ok(())
         })?;
-        let accepted = next.len() - 1;
-        observer.drafted(tokens.len(), &batch[1..], accepted);
+        let accepted = tokens.len() - before - 1;
+        self.truncate(before + accepted);
+        observer.drafted(before, &batch[1..], accepted);
+        let counts = [batch.len() - 1, accepted];
+        self.drafter.record(source, counts, [guessing, start.elapsed() - guessing]);
         self.batch = batch;
-        self.truncate(tokens.len() + accepted);
-        self.drafter.record(source, [drafts, accepted], [guessing, start.elapsed() - guessing]);
         Ok(())
     }
 
@@ -535,12 +542,25 @@ impl Session<'_> {
         &mut self,
         tokens: &[u32],
         observer: &mut dyn Observer,
+        sink: impl FnMut(&[f32]) -> Result<()>,
+    ) -> Result<()> {
+        self.logits_from(tokens, 0, observer, sink)
+    }
+
+    /// Makes `tokens` the timeline and hands the logits `[V]` after each of them from `first` on
+    /// to `sink`, in order. Of what is before `first` the longest common prefix is kept.
+    pub fn logits_from(
+        &mut self,
+        tokens: &[u32],
+        first: usize,
+        observer: &mut dyn Observer,
         mut sink: impl FnMut(&[f32]) -> Result<()>,
     ) -> Result<()> {
         self.prepare(tokens)?;
-        self.truncate(0);
-        for chunk in tokens.chunks(self.engine.options.chunk_rows) {
-            self.forward(chunk, 0..chunk.len(), observer, |_, logits| sink(logits))?;
+        self.keep_common(tokens, first);
+        for chunk in tokens[self.tokens.len()..].chunks(self.engine.options.chunk_rows) {
+            let unwanted = first.saturating_sub(self.tokens.len()).min(chunk.len());
+            self.forward(chunk, unwanted..chunk.len(), observer, |_, logits| sink(logits))?;
             self.absorb(ABSORB_ROWS)?;
         }
         Ok(())

@@ -1,10 +1,16 @@
-//! From logits to the next token: greedy, or drawn from a restricted distribution.
+//! From logits to the next token: greedy, or drawn from a restricted distribution. Order of the
+//! steps: repetition penalty, presence and frequency penalties, logit bias; banned tokens and those
+//! a grammar does not allow go out; temperature, top-k, top-p of what top-k left, min-p; then one
+//! draw from what is left, renormalized.
 //!
 //! A draw is keyed by (seed, position) and nothing else, so the same history with the same seed
-//! gives the same token however the logits were computed. Order of the restrictions:
-//! temperature, top-k, top-p of what top-k left, min-p; then one draw from what is left,
-//! renormalized. Greedy and every ranking break ties by the lowest token id. A logit that is not
-//! finite is an error with its token id, never a silent token 0.
+//! gives the same token however the logits were computed. Greedy and every ranking break ties by
+//! the lowest token id. A logit that is not finite is an error with its token id, never a silent
+//! token 0.
+//!
+//! Penalties depend on the tokens of the timeline alone and are found anew for each draw, so a
+//! sampler may be asked about any timeline in any order, drafted ones too. Counting 8,192 tokens
+//! adds 35 µs to a draw, which takes 200 µs over the 154,880 logits of GLM-5.2 when it is greedy.
 //!
 //! Each restriction keeps a prefix of the ranking, best token first, and a draw walks the ranking
 //! too. So only as much of it is sorted as a draw looks at: sorting all 154,880 tokens of GLM-5.2
@@ -13,7 +19,8 @@
 //! move a top-p cut. The order of every sum is defined: ascending token id over all tokens,
 //! ranking order over a prefix.
 //!
-//! Tokens that only the prompt template may write can be banned: they are never chosen.
+//! Tokens that only the prompt template may write can be banned: they are never chosen, whatever
+//! their bias. [`log_probabilities`] knows none of this: it tells the model's own distribution.
 
 #![forbid(unsafe_code)]
 
@@ -23,7 +30,7 @@ use crate::kernels::exp;
 use std::cmp::Ordering;
 
 /// How to choose.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Params {
     /// 0 is greedy; otherwise logits are divided by it. At most 100.
     pub temperature: f64,
@@ -33,26 +40,61 @@ pub struct Params {
     pub top_k: usize,
     /// Keeps tokens with at least this share of the best token's probability; 0 keeps all.
     pub min_p: f64,
+    /// For each token of the timeline, however often it is there: a positive logit is divided by
+    /// this, a negative one multiplied (as in Keskar et al., arXiv:1909.05858, and in
+    /// transformers). From 0.01 to 100; 1 is off.
+    pub repetition_penalty: f64,
+    /// Taken from the logit of each token of the reply; from −2 to 2.
+    pub presence_penalty: f64,
+    /// Taken from the logit of each token of the reply, times the number of times it is there;
+    /// from −2 to 2.
+    pub frequency_penalty: f64,
+    /// Token and what is added to its logit, from −100 to 100; entries of one token add up.
+    pub logit_bias: Vec<(u32, f64)>,
     /// Key of all draws.
     pub seed: u64,
 }
 
 impl Params {
     /// Always the best token.
-    pub const GREEDY: Params =
-        Params { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0, seed: 0 };
+    pub const GREEDY: Params = Params {
+        temperature: 0.0,
+        top_p: 1.0,
+        top_k: 0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        logit_bias: Vec::new(),
+        seed: 0,
+    };
 
-    /// Checks the ranges; the error names the parameter.
-    pub fn validate(&self) -> Result<()> {
-        let Params { temperature, top_p, min_p, .. } = *self;
-        if !(0.0..=100.0).contains(&temperature) {
-            bail!("temperature: expected a number from 0 to 100, found {temperature}");
-        }
+    /// Checks the ranges, and the tokens against a vocabulary of this size; the error names the
+    /// parameter.
+    pub fn validate(&self, vocab_size: usize) -> Result<()> {
+        let top_p = self.top_p;
         if !(top_p > 0.0 && top_p <= 1.0) {
             bail!("top_p: expected a number above 0 and at most 1, found {top_p}");
         }
-        if !(0.0..=1.0).contains(&min_p) {
-            bail!("min_p: expected a number from 0 to 1, found {min_p}");
+        for (name, value, range) in [
+            ("temperature", self.temperature, 0.0..=100.0),
+            ("min_p", self.min_p, 0.0..=1.0),
+            ("repetition_penalty", self.repetition_penalty, 0.01..=100.0),
+            ("presence_penalty", self.presence_penalty, -2.0..=2.0),
+            ("frequency_penalty", self.frequency_penalty, -2.0..=2.0),
+        ] {
+            if !range.contains(&value) {
+                let (low, high) = range.into_inner();
+                bail!("{name}: expected a number from {low} to {high}, found {value}");
+            }
+        }
+        for (token, bias) in &self.logit_bias {
+            if *token as usize >= vocab_size {
+                bail!("logit_bias: expected token ids below {vocab_size}, found {token}");
+            }
+            if !(-100.0..=100.0).contains(bias) {
+                bail!("logit_bias: expected a number from -100 to 100, found {bias}");
+            }
         }
         Ok(())
     }
@@ -94,28 +136,48 @@ pub struct Sampler {
     params: Params,
     /// Token ids that are never chosen.
     banned: Vec<u32>,
-    /// Logits with the banned ones at −∞.
+    /// Position where the reply starts; what is before it is the prompt.
+    reply_start: usize,
+    /// Logits `[V]` after the penalties and biases, with those that are out at −∞.
     logits: Vec<f32>,
+    /// `[V]`, all 0 between calls: how often each token is in the reply.
+    counts: Vec<u32>,
     ranking: Ranking,
 }
 
 impl Sampler {
-    /// A sampler that never chooses a token of `banned`.
-    pub fn new(params: Params, banned: Vec<u32>) -> Result<Sampler> {
-        params.validate()?;
-        Ok(Sampler { params, banned, logits: Vec::new(), ranking: Ranking::default() })
+    /// A sampler over a vocabulary of this size that never chooses a token of `banned`.
+    pub fn new(params: Params, vocab_size: usize, banned: Vec<u32>) -> Result<Sampler> {
+        params.validate(vocab_size)?;
+        let (logits, counts) = (Vec::with_capacity(vocab_size), vec![0; vocab_size]);
+        Ok(Sampler { params, banned, reply_start: 0, logits, counts, ranking: Ranking::default() })
     }
 
-    /// The token that follows `position` tokens with these `logits [V]`.
-    pub fn sample(&mut self, logits: &[f32], position: usize) -> Result<u32> {
-        check_finite(logits)?;
-        self.logits.clear();
-        self.logits.extend_from_slice(logits);
-        for token in &self.banned {
-            if let Some(logit) = self.logits.get_mut(*token as usize) {
-                *logit = f32::NEG_INFINITY;
-            }
+    /// Presence and frequency penalties count the tokens from this position on; what is before it
+    /// is the prompt. A new sampler counts all tokens.
+    pub fn start_reply(&mut self, position: usize) {
+        self.reply_start = position;
+    }
+
+    /// The token that follows the timeline `tokens`, by the `logits [V]` after its last one. Only
+    /// tokens whose bit is set in `allowed` are chosen: token t is bit t % 64 of word t / 64, and
+    /// words that are missing allow none.
+    ///
+    /// # Errors
+    /// Another vocabulary, a logit that is not finite, no token left.
+    pub fn sample(
+        &mut self,
+        logits: &[f32],
+        tokens: &[u32],
+        allowed: Option<&[u64]>,
+    ) -> Result<u32> {
+        let (found, vocab) = (logits.len(), self.counts.len());
+        if found != vocab {
+            bail!("expected logits of {vocab} tokens, found {found}");
         }
+        check_finite(logits)?;
+        self.adjust(logits, tokens);
+        self.exclude(allowed);
         let top = best(self.logits.iter().copied())?;
         if self.params.temperature == 0.0 {
             return Ok(top);
@@ -123,7 +185,7 @@ impl Sampler {
         let sum =
             self.ranking.fill(&self.logits, self.logits[top as usize], self.params.temperature);
         let (count, sum) = self.restrict(sum);
-        let target = uniform(self.params.seed, position as u64) * sum;
+        let target = uniform(self.params.seed, tokens.len() as u64) * sum;
         let mut reached = 0.0;
         for rank in 0..count {
             let (token, weight) = self.ranking.at(rank);
@@ -134,6 +196,59 @@ impl Sampler {
         }
         // Rounding may leave a sliver behind the last candidate.
         Ok(self.ranking.at(count - 1).0)
+    }
+
+    /// Penalties and biases, each rounded to f32.
+    fn adjust(&mut self, logits: &[f32], tokens: &[u32]) {
+        let Params { repetition_penalty, presence_penalty, frequency_penalty, .. } = self.params;
+        self.logits.clear();
+        self.logits.extend_from_slice(logits);
+        let in_range = |token: &&u32| (**token as usize) < logits.len();
+        if repetition_penalty != 1.0 {
+            for token in tokens.iter().filter(in_range) {
+                // From the model's logit each time: a token that is there twice counts once.
+                let logit = logits[*token as usize] as f64;
+                let penalized = match logit > 0.0 {
+                    true => logit / repetition_penalty,
+                    false => logit * repetition_penalty,
+                };
+                self.logits[*token as usize] = finite(penalized);
+            }
+        }
+        if presence_penalty != 0.0 || frequency_penalty != 0.0 {
+            let reply = tokens.get(self.reply_start..).unwrap_or_default();
+            reply.iter().filter(in_range).for_each(|token| self.counts[*token as usize] += 1);
+            for token in reply.iter().filter(in_range) {
+                let count = std::mem::take(&mut self.counts[*token as usize]);
+                if count > 0 {
+                    let logit = &mut self.logits[*token as usize];
+                    let penalty = presence_penalty + frequency_penalty * count as f64;
+                    *logit = finite(*logit as f64 - penalty);
+                }
+            }
+        }
+        for (token, bias) in &self.params.logit_bias {
+            let logit = &mut self.logits[*token as usize];
+            *logit = finite(*logit as f64 + bias);
+        }
+    }
+
+    /// Puts the logits of banned tokens, and of those that are not allowed, at −∞.
+    fn exclude(&mut self, allowed: Option<&[u64]>) {
+        for token in &self.banned {
+            if let Some(logit) = self.logits.get_mut(*token as usize) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        let Some(allowed) = allowed else { return };
+        let words = allowed.iter().copied().chain(std::iter::repeat(0));
+        for (logits, word) in self.logits.chunks_mut(64).zip(words) {
+            for (bit, logit) in logits.iter_mut().enumerate() {
+                if word >> bit & 1 == 0 {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
     }
 
     /// How many of the best candidates the parameters keep, at least one, and the sum of their
@@ -154,6 +269,42 @@ impl Sampler {
         }
         kept
     }
+}
+
+/// As f32, the largest one for what is beyond it: only tokens that are out are at −∞.
+fn finite(logit: f64) -> f32 {
+    logit.clamp(f32::MIN as f64, f32::MAX as f64) as f32
+}
+
+/// The natural logarithm of the probability of `chosen` after these `logits [V]`; the `top_n` most
+/// likely tokens with theirs go to `top`, the best first, of equals the lowest id.
+///
+/// The distribution is the model's own, softmax of the logits as they are: no temperature, penalty,
+/// bias, ban or grammar. Errors: a logit that is not finite, `chosen` outside the vocabulary.
+pub fn log_probabilities(
+    logits: &[f32],
+    chosen: u32,
+    top_n: usize,
+    top: &mut Vec<(u32, f64)>,
+) -> Result<f64> {
+    check_finite(logits)?;
+    let Some(chosen) = logits.get(chosen as usize) else {
+        bail!("expected a token id below {}, found {chosen}", logits.len());
+    };
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max) as f64;
+    let sum: f64 = logits.iter().map(|logit| exp((*logit as f64 - max) as f32) as f64).sum();
+    let log_sum = max + sum.ln();
+    top.clear();
+    for (token, logit) in logits.iter().enumerate() {
+        let value = *logit as f64 - log_sum;
+        // Nearly every token fails at the last place, so this is one comparison each.
+        let rank = top.iter().rposition(|(_, better)| *better >= value).map_or(0, |last| last + 1);
+        if rank < top_n {
+            top.truncate(top_n - 1);
+            top.insert(rank, (token as u32, value));
+        }
+    }
+    Ok(*chosen as f64 - log_sum)
 }
 
 /// The tokens of one distribution, best first as far as they have been looked at. The logit ranks

@@ -1,5 +1,5 @@
 //! Decoding allocates nothing: a counting allocator watches single steps on every thread, and ten
-//! thousand of them.
+//! thousand of them; and draws with every parameter in use.
 //!
 //! One test, because the counts are those of the whole process: the test harness allocates
 //! whenever a test begins or ends.
@@ -10,6 +10,7 @@ use colibri::cpu::Isa;
 use colibri::engine::{Engine, Options, Session};
 use colibri::model::Unobserved;
 use colibri::plan::Limit;
+use colibri::sample::{Params, Sampler, log_probabilities};
 use common::{fixture, integers, open, read_json};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::backtrace::Backtrace;
@@ -158,8 +159,32 @@ fn long_decode() {
     println!("{} tokens in {:.1} s", tokens.len(), start.elapsed().as_secs_f64());
 }
 
+/// The first draw of each kind makes the buffers.
+fn draws() {
+    let logits: Vec<f32> = (0..5000).map(|i| (i * 37 % 101) as f32 * 0.1).collect();
+    let tokens: Vec<u32> = (0..500).map(|i| i * i % 4999).collect();
+    let params = Params {
+        temperature: 1.0,
+        top_p: 0.95,
+        repetition_penalty: 1.1,
+        presence_penalty: 0.5,
+        frequency_penalty: 0.5,
+        logit_bias: vec![(7, 2.0)],
+        ..Params::GREEDY
+    };
+    let (mut sampler, allowed) = (Sampler::new(params, 5000, vec![3]).unwrap(), [!0; 79]);
+    let mut top = Vec::new();
+    let mut draw = |position: usize| {
+        sampler.sample(&logits, &tokens[..position], Some(&allowed)).unwrap();
+        log_probabilities(&logits, 5, 20, &mut top).unwrap();
+    };
+    draw(0);
+    assert_no_allocation("draws", || (1..500).for_each(draw));
+}
+
 #[test]
 fn decoding_allocates_nothing_however_long_it_goes_on() {
+    draws();
     steps();
     long_decode();
 }

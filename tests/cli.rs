@@ -75,8 +75,11 @@ fn help_and_version_exist_everywhere_and_every_verb_shows_an_example() {
 #[test]
 fn wrong_usage_exits_with_2_and_leaves_stdout_empty() {
     let model = model("a_seed");
-    let cases: [&[&str]; 15] = [
+    let cases: [&[&str]; 18] = [
         &[],
+        &["run", "--model", &model, "--ids", "1", "--logit-bias", "5"],
+        &["run", "--model", &model, "--ids", "1", "--logit-bias", "5:1,x:1"],
+        &["run", "--model", &model, "--ids", "1", "--presence-penalty", "3"],
         &["frobnicate"],
         &["run", "--modle", &model, "hi"],
         &["run", "hi"],
@@ -101,7 +104,11 @@ fn wrong_usage_exits_with_2_and_leaves_stdout_empty() {
     assert!(!output.stderr.contains(&0x1b), "{output:?}");
     let output = command(&["run", "--model", &model, "--ids", "1"]).env("CTX", "many").output();
     assert!(text(&output.unwrap().stderr).contains("CTX: expected a number from 1 to"));
-    let cases: [(&[&str], &str); 3] = [
+    let cases: [(&[&str], &str); 4] = [
+        (
+            &["run", "--model", &model, "--ids", "1", "--logit-bias", "3:1, 256:1"],
+            "coli: run: --logit-bias: expected token ids below 256, found 256\n",
+        ),
         (&["run", "--modle", &model], "coli: run: unknown flag --modle, did you mean --model?\n"),
         (
             &["run", "--model", &model, "--ids", "1", "--top-p", "0"],
@@ -316,6 +323,33 @@ fn min_p_of_one_leaves_the_best_token_alone() {
     let run = |rest: &[&str]| text(&coli(&[&args[..], rest].concat()).stdout).to_string();
     assert_eq!(run(&["1.5", "--min-p", "1"]), run(&["0"]));
     assert_ne!(run(&["1.5"]), run(&["0"]));
+}
+
+/// Greedy text repeats itself; each penalty alone ends that. A prompt of twenty times token 5 takes
+/// nothing from its logit, twenty of them in the reply take 40: more than the bias over token 7.
+#[test]
+fn penalties_and_biases_change_what_is_chosen() {
+    let run = |prompt: &str, rest: &[&str]| {
+        let model = model("b_dsa_full");
+        let args = ["run", "--model", &model, "--ids", prompt, "--temp", "0"];
+        let output = coli(&[&args[..], rest].concat());
+        let ids = text(&output.stdout).trim().split(',').map(|id| id.parse().unwrap());
+        ids.collect::<Vec<u32>>()
+    };
+    let repeats = |rest: &[&str]| {
+        let mut ids = run("5,5,5", &[&["-n", "12"][..], rest].concat());
+        ids.sort_unstable();
+        ids.windows(2).any(|pair| pair[0] == pair[1])
+    };
+    assert!(repeats(&[]));
+    for flag in ["--repetition-penalty", "--presence-penalty", "--frequency-penalty"] {
+        assert!(!repeats(&[flag, "2"]), "{flag}");
+    }
+    let prompt = ["5"; 20].join(",");
+    let bias = ["--logit-bias", "5:60, 7:40", "-n", "20"];
+    assert_eq!(run(&prompt, &bias), [5; 20]);
+    let fewer = run(&prompt, &[&bias[..], &["--frequency-penalty", "2"]].concat());
+    assert!(fewer[0] == 5 && fewer.contains(&7), "{fewer:?}");
 }
 
 /// The signal comes when the first piece of text has; thousands of tokens are still to come.

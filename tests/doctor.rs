@@ -114,7 +114,7 @@ fn a_sound_model_passes_and_its_plan_is_that_of_coli_plan() {
         assert_eq!(report.check(id).0, "pass", "{:?}", report.check(id));
     }
     assert_eq!(report.detail("model.shards", "shards"), 3);
-    assert_eq!(report.detail("memory.ram", "cache_slots_per_layer"), 3);
+    assert_eq!(report.detail("memory.ram", "cache_slots_per_layer"), 4);
     assert_eq!(report.detail("limits.files", "needed"), 2 * 3 + 16);
     let mut command = Command::new(program());
     command.args(["plan", "--json", "--cap", "4", "--model"]).arg(demo());
@@ -238,9 +238,10 @@ fn a_damaged_history_of_use_is_named_by_its_line() {
     std::fs::write(dir.0.join(".coli_kv"), "COLIKV1\0").unwrap();
     for (text, line) in [
         ("1 0 5\n6 15 1\n", None),
-        ("-1 6 16\n-2 1 4294967295\n1 0 5\n", None),
+        ("-1 6 16\n-2 1 3815245270\n1 0 5\n", None),
+        ("-1 6 16\n-2 1 4294967295\n1 0 5\n", Some("line 2")),
         ("", None),
-        ("1 0 5\n-1 6 16\n", Some("line 2")),
+        ("1 0 5\n-1 6 17\n", Some("line 2")),
         ("1 0 5\n1 1\n", Some("line 2")),
         ("1 0 5 1\n", Some("line 1")),
         ("1 0 5\n\n1 x 5\n", Some("line 2")),

@@ -42,7 +42,8 @@ fn generate(
     count: usize,
     params: Params,
 ) -> (Vec<u32>, Drafted) {
-    let mut sampler = Sampler::new(params, Vec::new()).unwrap();
+    let vocab = session.engine().config().vocab_size;
+    let mut sampler = Sampler::new(params, vocab, Vec::new()).unwrap();
     let (mut ids, mut drafted) = (Vec::new(), Drafted::default());
     let push = |id, _: &mut Drafted| {
         ids.push(id);
@@ -142,10 +143,11 @@ fn drafts_and_their_fate_are_those_of_the_reference() {
 #[test]
 fn no_draft_changes_a_token() {
     let sampled = Params { temperature: 1.3, top_p: 0.9, seed: 7, ..Params::GREEDY };
+    let penalized = Params { frequency_penalty: 0.7, ..sampled.clone() };
     for name in [HEAD, "a_seed", "k_long", "formats/int4-g64", "formats/mixed"] {
         let ids = &full_ids(name)[..12];
         let prompt = [ids, ids, &ids[..6]].concat();
-        for params in [Params::GREEDY, sampled] {
+        for params in [Params::GREEDY, sampled.clone(), penalized.clone()] {
             let mut want = None;
             let mut accepted = 0;
             for drafts in [Some(0), Some(1), Some(2), Some(3), Some(4), Some(5), None] {

@@ -267,12 +267,44 @@ fn a_common_prefix_is_not_computed_again() {
     assert_eq!(positions_of(&[1, 2, 9]), [2]);
 }
 
+/// What is scored keeps what it has in common with the timeline before, up to where logits are
+/// wanted again; logits are those of a whole pass, whatever the chunk.
+#[test]
+fn logits_from_a_position_recompute_nothing_before_it() {
+    struct First(usize);
+    impl Observer for First {
+        fn routed(&mut self, _: usize, position: usize, _: &[(u32, f32)]) {
+            self.0 = self.0.min(position);
+        }
+    }
+    for chunk_rows in [2, 64] {
+        let engine = open(&fixture("a_seed"), Options { chunk_rows, ..tight() });
+        let mut session = engine.session().unwrap();
+        for (tokens, first, computed_from) in [
+            (&[1, 2, 3, 4, 5, 6][..], 3, 0),
+            (&[1, 2, 3, 4, 9, 9, 9], 3, 3),
+            (&[1, 2, 3, 8, 9], 4, 3),
+            (&[1, 2, 3, 8, 9], 0, 0),
+        ] {
+            let (mut seen, mut logits) = (First(usize::MAX), Vec::new());
+            let sink = |row: &[f32]| {
+                logits.extend_from_slice(row);
+                Ok(())
+            };
+            session.logits_from(tokens, first, &mut seen, sink).unwrap();
+            assert_eq!(seen.0, computed_from, "{tokens:?} from {first}");
+            let whole = all_logits(&engine, tokens, &mut Unobserved);
+            assert!(logits == whole[first * 256..], "{tokens:?} from {first}: other logits");
+        }
+    }
+}
+
 /// A full context still gives one token, whether the prompt filled it or the reply did.
 #[test]
 fn generation_ends_by_length_behind_a_full_context() {
     let engine = open(&fixture("a_seed"), Options { ctx_tokens: 4, ..tight() });
     for prompt in [&[3, 14, 159, 26][..], &[3, 14][..]] {
-        let mut sampler = Sampler::new(Params::GREEDY, Vec::new()).unwrap();
+        let mut sampler = Sampler::new(Params::GREEDY, 256, Vec::new()).unwrap();
         let mut new = 0;
         let finish =
             engine.session().unwrap().generate(prompt, 9, &mut sampler, &mut Unobserved, |_, _| {

@@ -9,7 +9,7 @@ use crate::cpu::Isa;
 use crate::disk::Direct;
 use crate::draft::DRAFTS_MAX;
 use crate::engine::{Engine, Options};
-use crate::error::{Error, Result};
+use crate::error::{Context, Error, Result};
 use crate::experts::trace::{Shape, Writer};
 use crate::json::{Value, to_compact};
 use crate::model::Observer;
@@ -182,6 +182,8 @@ pub struct Watch<'a> {
     bar: Bar,
     tokens: usize,
     layers: usize,
+    /// Of all tokens, what position 0 is.
+    start: usize,
     position: usize,
 }
 
@@ -189,7 +191,8 @@ impl<'a> Watch<'a> {
     /// For a run over `tokens` positions of `engine`'s model.
     pub fn new(engine: &'a Engine, tokens: usize) -> Watch<'a> {
         let layers = engine.config().num_layers;
-        Watch { engine, trace: None, bar: Bar::new("prompt"), tokens, layers, position: 0 }
+        let bar = Bar::new("running");
+        Watch { engine, trace: None, bar, tokens, layers, start: 0, position: 0 }
     }
 
     /// Writes the routing of all passes to a file from now on. Errors name it.
@@ -205,6 +208,11 @@ impl<'a> Watch<'a> {
         self.trace.take().map_or(Ok(()), Writer::finish)
     }
 
+    /// Position 0 of the next pass is this one of all tokens.
+    pub fn start_at(&mut self, start: usize) {
+        self.start = start;
+    }
+
     /// Removes the progress line.
     pub fn clear(&mut self) {
         self.bar.clear();
@@ -213,6 +221,7 @@ impl<'a> Watch<'a> {
 
 impl Observer for Watch<'_> {
     fn hidden(&mut self, layer: usize, position: usize, _hidden: &[f32]) {
+        let position = self.start + position;
         // Only the last layer tells that a position is done.
         // Positions behind the prompt are the reply's: its text owns the line by then.
         if layer == self.layers && position >= self.position && position < self.tokens {
@@ -264,6 +273,21 @@ impl Bar {
             note("\r\x1b[K");
         }
     }
+}
+
+impl Drop for Bar {
+    /// What failed is said on a line of its own.
+    fn drop(&mut self) {
+        self.clear();
+    }
+}
+
+/// A file of UTF-8 text. Errors name it, and the byte where it is something else.
+pub fn read_text(path: &str, bytes_max: usize) -> Result<String> {
+    let bytes = sys::read_file(Path::new(path), bytes_max).context(|| path)?;
+    String::from_utf8(bytes).map_err(|e| {
+        Error::new(format!("{path}: not UTF-8 at byte {}", e.utf8_error().valid_up_to()))
+    })
 }
 
 /// Prints one JSON object and a newline to stdout.

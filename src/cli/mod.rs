@@ -20,6 +20,7 @@ mod oracle;
 mod plan;
 mod render;
 mod run;
+mod score;
 mod tokenize;
 mod trace;
 
@@ -91,6 +92,7 @@ pub const VERBS: &[&Verb] = &[
     &logits::VERB,
     &tokenize::VERB,
     &render::VERB,
+    &score::VERB,
     &info::VERB,
     &plan::VERB,
     &doctor::VERB,

@@ -12,7 +12,7 @@ use crate::bail;
 use crate::chat;
 use crate::draft;
 use crate::engine::{Engine, Finish};
-use crate::error::{Context, Error, Result};
+use crate::error::{Error, Result};
 use crate::experts::usage;
 use crate::json::Value;
 use crate::reply::Reply;
@@ -42,6 +42,14 @@ pub const VERB: Verb = Verb {
             Flag::value("--top-p", "X", "nucleus of the distribution (default 0.95)"),
             Flag::value("--top-k", "N", "only the N best tokens (default 0: all)"),
             Flag::value("--min-p", "X", "only tokens this likely against the best (default 0)"),
+            Flag::value(
+                "--repetition-penalty",
+                "X",
+                "divides logits of all tokens so far (default 1)",
+            ),
+            Flag::value("--presence-penalty", "X", "taken from those in the reply (default 0)"),
+            Flag::value("--frequency-penalty", "X", "the same, each time it is there (default 0)"),
+            Flag::value("--logit-bias", "ID:X,…", "added to the logits of these tokens"),
             Flag::value("--seed", "N", "seed of all draws (default: from the clock)"),
             Flag::value("--stop", "TEXT", "end before this text; may be given several times")
                 .repeated(),
@@ -70,12 +78,12 @@ const PROMPT_BYTES_MAX: usize = 64 << 20;
 const NEW_TOKENS_DEFAULT: usize = 256;
 
 fn run(args: &Args) -> Result<()> {
-    let params = params(args)?;
     let new_tokens = args.number("-n", 1..=1usize << 24)?.unwrap_or(NEW_TOKENS_DEFAULT);
     let stops = args.all("--stop");
     check_usage(args)?;
     let start = Instant::now();
     let setup = Setup::new(args, 0)?;
+    let params = params(args, setup.config.vocab_size)?;
     let (prompt, thinking) = match args.ids("--ids")? {
         Some(ids) => (ids, false),
         None => prompt_ids(&setup, args)?,
@@ -93,7 +101,7 @@ fn run(args: &Args) -> Result<()> {
     let mut new_ids = Vec::new();
     let show = |text: &str| if args.has("--json") { Ok(()) } else { print_text(text) };
     show(if thinking { "<think>" } else { "" })?;
-    let mut sampler = Sampler::new(params, engine.never_sampled())?;
+    let mut sampler = Sampler::new(params, engine.config().vocab_size, engine.never_sampled())?;
     let mut session = engine.session()?;
     let mut watch = load::Watch::new(&engine, prompt.len());
     if let Some(file) = args.get("--trace") {
@@ -161,18 +169,36 @@ fn save_usage(file: Option<PathBuf>, engine: &Engine) {
 }
 
 /// Sampling parameters of the flags.
-fn params(args: &Args) -> Result<Params> {
+fn params(args: &Args, vocab_size: usize) -> Result<Params> {
     let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
     let params = Params {
         temperature: args.number("--temp", 0.0..=100.0)?.unwrap_or(1.0),
         top_p: args.number("--top-p", 0.0..=1.0)?.unwrap_or(0.95),
         top_k: args.number("--top-k", 0..=usize::MAX)?.unwrap_or(0),
         min_p: args.number("--min-p", 0.0..=1.0)?.unwrap_or(0.0),
+        repetition_penalty: args.number("--repetition-penalty", 0.01..=100.0)?.unwrap_or(1.0),
+        presence_penalty: args.number("--presence-penalty", -2.0..=2.0)?.unwrap_or(0.0),
+        frequency_penalty: args.number("--frequency-penalty", -2.0..=2.0)?.unwrap_or(0.0),
+        logit_bias: logit_bias(args)?,
         seed: args.number("--seed", 0..=u64::MAX)?.unwrap_or_else(clock),
     };
-    // The ranges above let pass one value that is not allowed: a top_p of 0.
-    params.validate().map_err(|error| Error::usage(format!("--{error}").replace('_', "-")))?;
+    // What the ranges of the flags let pass: a top_p of 0, a bias.
+    let checked = params.validate(vocab_size);
+    checked.map_err(|error| Error::usage(format!("--{error}").replace('_', "-")))?;
     Ok(params)
+}
+
+/// Pairs of token id and bias between commas.
+fn logit_bias(args: &Args) -> Result<Vec<(u32, f64)>> {
+    let pair = |text: &str| {
+        let numbers =
+            text.split_once(':').map(|(id, bias)| (id.trim().parse(), bias.trim().parse()));
+        match numbers {
+            Some((Ok(id), Ok(bias))) => Ok((id, bias)),
+            _ => Err(Error::usage(format!("--logit-bias: expected id:bias, found {text:?}"))),
+        }
+    };
+    args.get("--logit-bias").map_or(Ok(Vec::new()), |text| text.split(',').map(pair).collect())
 }
 
 /// Refuses prompts in several forms, and flags without effect.
@@ -199,11 +225,8 @@ fn check_usage(args: &Args) -> Result<()> {
 
 /// The prompt as text.
 fn prompt_text(args: &Args) -> Result<String> {
-    let Some(path) = args.get("--prompt-file") else { return Ok(args.positional.join(" ")) };
-    let bytes = sys::read_file(Path::new(path), PROMPT_BYTES_MAX).context(|| path)?;
-    String::from_utf8(bytes).map_err(|e| {
-        Error::new(format!("{path}: not UTF-8 at byte {}", e.utf8_error().valid_up_to()))
-    })
+    let file = args.get("--prompt-file").map(|path| load::read_text(path, PROMPT_BYTES_MAX));
+    file.unwrap_or_else(|| Ok(args.positional.join(" ")))
 }
 
 /// The tokens of a prompt, and whether they end in an open think block: rendered as one user turn,

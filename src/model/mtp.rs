@@ -4,8 +4,8 @@
 //! token of position p + 1:
 //!
 //! z = [RMSNorm(embedding(token)) | RMSNorm(h)] · Weh_projᵀ; z passes one decoder layer at position
-//! p, with a cache, an indexer and experts of its own; u = RMSNorm(z) goes to the output head, whose
-//! logits predict the token of position p + 2.
+//! p, with a cache, an indexer and experts of its own; u = RMSNorm(z) goes to the output head,
+//! whose logits predict the token of position p + 2.
 //!
 //! To draft further, u takes the place of h and the draft that of the token. The cached row of a
 //! position depends on its own inputs alone, not on what attention or the experts give: so known
