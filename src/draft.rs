@@ -36,6 +36,8 @@ pub enum Source {
     Head,
     /// What followed the same tokens earlier in the text.
     Lookup,
+    /// The only way on that a grammar leaves.
+    Grammar,
 }
 
 /// What drafting did.
@@ -83,7 +85,7 @@ impl Default for Record {
 pub struct Drafter {
     /// As the user fixed it.
     fixed: Option<usize>,
-    records: [Record; 2],
+    records: [Record; 3],
     /// Seconds of a pass, by rows.
     pass_s: [Running; DRAFTS_MAX + 1],
     /// Totals.

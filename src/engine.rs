@@ -14,20 +14,21 @@ use crate::draft::{self, DRAFTS_MAX, Drafter, Source};
 use crate::error::{Context, Result};
 use crate::experts::usage::Usage;
 use crate::experts::{Counters, ExpertStore};
+use crate::grammar::{Constraint, Grammar, Vocabulary};
 use crate::kv::KvCache;
 use crate::memory::Available;
 use crate::model::{LOGITS_ROWS_MAX, Model, Observer, Runtime, Scratch};
 use crate::ops::{Compute, Tally};
 use crate::plan::{Limit, Plan};
 use crate::safetensors::Directory;
-use crate::sample::{Sampler, argmax};
+use crate::sample::{Choose, argmax};
 use crate::sys;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{Mlp, Weights};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 /// How a model is opened.
@@ -136,6 +137,8 @@ pub struct Engine {
     /// One forward pass at a time has it.
     runtime: Mutex<Runtime>,
     tokenizer: Option<Tokenizer>,
+    /// The tokenizer's text, for grammars; made when the first one comes.
+    vocabulary: OnceLock<Arc<Vocabulary>>,
     reading_note: Option<String>,
     /// Positions run since the pins were chosen.
     unpinned_tokens: AtomicUsize,
@@ -172,7 +175,8 @@ impl Engine {
         let compute = Compute::new(options.threads, options.isa);
         let runtime = Mutex::new(Runtime { compute, store, scratch: Scratch::default() });
         let unpinned_tokens = AtomicUsize::new(0);
-        Ok(Engine { model, options, runtime, tokenizer, reading_note, unpinned_tokens })
+        let vocabulary = OnceLock::new();
+        Ok(Engine { model, options, runtime, tokenizer, vocabulary, reading_note, unpinned_tokens })
     }
 
     /// Makes known which experts earlier runs chose, from `.coli_usage` in the model directory or a
@@ -246,6 +250,18 @@ impl Engine {
         // What the configuration calls the end of a sequence must stay possible.
         let stops = self.stop_tokens();
         template.chain(padding).filter(|id| !stops.contains(id)).collect()
+    }
+
+    /// Follows `grammar` from its start, over the text tokens of this model. Errors: no tokenizer,
+    /// or a grammar that is too ambiguous.
+    pub fn constraint(&self, grammar: Grammar) -> Result<Constraint> {
+        let tokenizer = self.tokenizer()?;
+        let vocabulary = self.vocabulary.get_or_init(|| {
+            let ids = (0..tokenizer.vocab_size() as u32).filter(|id| !tokenizer.is_added(*id));
+            let text = ids.filter_map(|id| Some((id, tokenizer.token_bytes(id)?)));
+            Arc::new(Vocabulary::new(text))
+        });
+        Constraint::new(Arc::new(grammar), Arc::clone(vocabulary))
     }
 
     /// A note to show before running: how experts are read, and why, when that was chosen, and
@@ -403,16 +419,16 @@ impl Session<'_> {
         &mut self,
         prompt: &[u32],
         new_tokens: usize,
-        sampler: &mut Sampler,
+        chooser: &mut (impl Choose + ?Sized),
         observer: &mut O,
         mut on_token: impl FnMut(u32, &mut O) -> Result<bool>,
     ) -> Result<Finish> {
         let stop_tokens = self.engine.stop_tokens();
         let mut tokens = prompt.to_vec();
-        sampler.start_reply(prompt.len());
+        chooser.start_reply(prompt.len());
         let room = self.kv.capacity_tokens();
         if new_tokens > 0 {
-            let first = sampler.sample(self.advance(&tokens, observer)?, &tokens, None)?;
+            let first = chooser.choose(self.advance(&tokens, observer)?, &tokens)?;
             tokens.push(first);
         }
         for told in prompt.len()..prompt.len() + new_tokens {
@@ -422,7 +438,7 @@ impl Session<'_> {
                     return Ok(Finish::Length);
                 }
                 let left = prompt.len() + new_tokens - told;
-                self.step(&mut tokens, left, sampler, observer)?;
+                self.step(&mut tokens, left, chooser, observer)?;
             }
             let token = tokens[told];
             if stop_tokens.contains(&token) {
@@ -441,18 +457,19 @@ impl Session<'_> {
         &mut self,
         tokens: &mut Vec<u32>,
         left: usize,
-        sampler: &mut Sampler,
+        chooser: &mut (impl Choose + ?Sized),
         observer: &mut O,
     ) -> Result<()> {
         let (start, before) = (Instant::now(), tokens.len());
         let most = (left - 1).min(self.kv.capacity_tokens() - before);
-        let source = self.guess(tokens, most)?;
+        let forced = chooser.forced(most.min(DRAFTS_MAX))?;
+        let source = self.guess(tokens, &forced, most)?;
         let guessing = start.elapsed();
         let batch = std::mem::take(&mut self.batch);
         let mut is_right = true;
         self.forward(&batch, 0..batch.len(), observer, |row, logits| {
             if is_right {
-                let token = sampler.sample(logits, tokens, None)?;
+                let token = chooser.choose(logits, tokens)?;
                 is_right = batch.get(row + 1) == Some(&token);
                 tokens.push(token);
             }
@@ -468,18 +485,20 @@ impl Session<'_> {
     }
 
     /// Fills `self.batch` with the last of `tokens`, whose others are committed, and at most `most`
-    /// that may follow it; says where those are from.
-    fn guess(&mut self, tokens: &[u32], most: usize) -> Result<Option<Source>> {
+    /// that may follow it, `forced` ones first; says where those are from.
+    fn guess(&mut self, tokens: &[u32], forced: &[u32], most: usize) -> Result<Option<Source>> {
         self.batch.clear();
         self.batch.push(tokens[tokens.len() - 1]);
         let has_head = self.head.is_some();
         let found = draft::look_up(tokens, most.min(DRAFTS_MAX));
-        // A fixed number is the head's, where there is one.
-        if !(found.is_empty() || has_head && self.engine.options.drafts.is_some()) {
-            let count = self.drafter.count(Source::Lookup, found.len());
+        // A fixed number is the head's, where there is one, but what is forced needs no guess.
+        let is_heads = has_head && self.engine.options.drafts.is_some();
+        let found = if is_heads { &[] } else { found };
+        for (source, found) in [(Source::Grammar, forced), (Source::Lookup, found)] {
+            let count = if found.is_empty() { 0 } else { self.drafter.count(source, found.len()) };
             if count > 0 {
                 self.batch.extend_from_slice(&found[..count]);
-                return Ok(Some(Source::Lookup));
+                return Ok(Some(source));
             }
         }
         let count = if has_head { self.drafter.count(Source::Head, most) } else { 0 };

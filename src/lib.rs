@@ -45,6 +45,7 @@ pub mod ops;
 pub mod chat;
 pub mod draft;
 pub mod engine;
+pub mod grammar;
 pub mod reply;
 pub mod sample;
 pub mod stop;

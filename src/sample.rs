@@ -127,6 +127,29 @@ fn best(values: impl Iterator<Item = f32>) -> Result<u32> {
     }
 }
 
+/// What chooses the tokens of a reply, one after the other.
+pub trait Choose {
+    /// The reply starts at this position of the timeline.
+    fn start_reply(&mut self, position: usize);
+    /// The token that follows the timeline `tokens`, by the `logits [V]` after its last one.
+    fn choose(&mut self, logits: &[f32], tokens: &[u32]) -> Result<u32>;
+    /// Tokens that it is likely to be forced to choose next, at most `most`; none if there is a
+    /// choice.
+    fn forced(&mut self, _most: usize) -> Result<Vec<u32>> {
+        Ok(Vec::new())
+    }
+}
+
+impl Choose for Sampler {
+    fn start_reply(&mut self, position: usize) {
+        self.reply_start = position;
+    }
+
+    fn choose(&mut self, logits: &[f32], tokens: &[u32]) -> Result<u32> {
+        self.sample(logits, tokens, None)
+    }
+}
+
 /// Tokens that are sorted when a draw first looks at the ranking; four times as many each time it
 /// looks further. The size changes speed only, never the draw.
 const RANKED_FIRST: usize = 256;
@@ -136,7 +159,8 @@ pub struct Sampler {
     params: Params,
     /// Token ids that are never chosen.
     banned: Vec<u32>,
-    /// Position where the reply starts; what is before it is the prompt.
+    /// Position where the reply starts; what is before it is the prompt. Presence and frequency
+    /// penalties count the tokens from here on.
     reply_start: usize,
     /// Logits `[V]` after the penalties and biases, with those that are out at −∞.
     logits: Vec<f32>,
@@ -151,12 +175,6 @@ impl Sampler {
         params.validate(vocab_size)?;
         let (logits, counts) = (Vec::with_capacity(vocab_size), vec![0; vocab_size]);
         Ok(Sampler { params, banned, reply_start: 0, logits, counts, ranking: Ranking::default() })
-    }
-
-    /// Presence and frequency penalties count the tokens from this position on; what is before it
-    /// is the prompt. A new sampler counts all tokens.
-    pub fn start_reply(&mut self, position: usize) {
-        self.reply_start = position;
     }
 
     /// The token that follows the timeline `tokens`, by the `logits [V]` after its last one. Only

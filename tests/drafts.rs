@@ -4,8 +4,10 @@ mod common;
 
 use colibri::config::Config;
 use colibri::cpu::Isa;
-use colibri::engine::{Engine, Options, Session};
+use colibri::engine::{Engine, Finish, Options, Session};
 use colibri::experts::ExpertStore;
+use colibri::grammar::{Grammar, Guided};
+use colibri::json::{self, Limits};
 use colibri::kv::KvCache;
 use colibri::model::{Model, Observer, Runtime, Scratch, Unobserved};
 use colibri::ops::Compute;
@@ -192,6 +194,44 @@ fn a_trained_heads_drafts_are_right_and_change_no_token() {
             assert!(drafts.is_none() || (0.3..0.95).contains(&share), "{drafts:?}: {share}");
         }
     }
+}
+
+/// A reply under a schema: what is forced is drafted, and the text is the same with any drafts.
+#[test]
+fn a_grammars_forced_text_is_drafted_and_changes_no_token() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("oracle/demo");
+    let schema = br#"{"type": "object", "properties": {"occupation": {"enum": ["a governess",
+        "a clergyman"]}, "accomplishments": {"type": "integer"}}, "additionalProperties": false,
+        "required": ["occupation", "accomplishments"]}"#;
+    let schema = json::parse(schema, Limits::default()).unwrap();
+    let mut texts = Vec::new();
+    for drafts in [Some(0), Some(2), Some(5), None] {
+        let engine = open(&dir, options(drafts));
+        let tokenizer = engine.tokenizer().unwrap();
+        let params = Params { temperature: 1.0, seed: 4, ..Params::GREEDY };
+        let sampler =
+            Sampler::new(params, engine.config().vocab_size, engine.never_sampled()).unwrap();
+        let constraint = engine.constraint(Grammar::from_schema(&schema).unwrap()).unwrap();
+        let ends = engine.stop_tokens();
+        let mut guided = Guided::new(sampler, constraint, tokenizer, ends);
+        let prompt = tokenizer.encode("Emma was", Special::Text);
+        let mut ids = Vec::new();
+        let mut session = engine.session().unwrap();
+        let push = |id, _: &mut Unobserved| {
+            ids.push(id);
+            Ok(true)
+        };
+        let finish = session.generate(&prompt, 90, &mut guided, &mut Unobserved, push).unwrap();
+        assert_eq!(finish, Finish::Stop);
+        let text = tokenizer.decode(&ids, false).unwrap();
+        let reply = json::parse(text.as_bytes(), Limits::default()).unwrap();
+        let occupation = reply.get("occupation").unwrap().as_str().unwrap();
+        assert!(["a governess", "a clergyman"].contains(&occupation), "{text}");
+        let counters = session.draft_counters();
+        assert!(drafts == Some(0) || counters.accepted > 5, "{drafts:?}: {counters:?}");
+        texts.push(text);
+    }
+    assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
 }
 
 /// The logits of a prefill, with a head that is fed and without one.

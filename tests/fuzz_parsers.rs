@@ -11,51 +11,10 @@ mod common;
 use colibri::config::{Config, IndexerKind};
 use colibri::json::{self, Limits, Reader, Value};
 use colibri::safetensors::Directory;
-use common::{Random, new_seed};
+use common::{Random, fuzz};
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
-
-/// Longest any one case may take, on a busy machine; the inputs are a few kilobytes.
-const CASE_TIME_MAX: Duration = Duration::from_secs(2);
-
-/// Most memory the process may have used at any time; all the inputs together are far smaller.
-const PEAK_KIB_MAX: u64 = 400 << 10;
-
-/// Runs `check` on `count` inputs that `make` draws.
-fn fuzz(
-    name: &str,
-    count: usize,
-    mut make: impl FnMut(&mut Random) -> Vec<u8>,
-    mut check: impl FnMut(&[u8]),
-) {
-    let seed = new_seed();
-    println!("{name}: COLI_FUZZ_SEED={seed}");
-    // Zero is the generator's fixed point.
-    let mut random = Random(seed | 1);
-    for case in 0..count {
-        let input = make(&mut random);
-        let start = Instant::now();
-        let outcome = catch_unwind(AssertUnwindSafe(|| check(&input)));
-        let elapsed = start.elapsed();
-        if outcome.is_err() || elapsed > CASE_TIME_MAX {
-            let what = if outcome.is_err() { "panicked" } else { "was slow" };
-            let input = String::from_utf8_lossy(&input);
-            panic!("{name}: seed {seed}, case {case} {what} after {elapsed:?} on:\n{input:?}");
-        }
-    }
-    assert_peak_memory(name, seed);
-}
-
-/// Checks the process's peak memory where the system tells it.
-fn assert_peak_memory(name: &str, seed: u64) {
-    let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return };
-    let Some(line) = status.lines().find(|line| line.starts_with("VmHWM:")) else { return };
-    let kib: u64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
-    assert!(kib < PEAK_KIB_MAX, "{name}: seed {seed}: peak of {kib} KiB");
-}
 
 /// Tokens that JSON parsers stumble over.
 const TOKENS: &[&str] = &[

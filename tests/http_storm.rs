@@ -95,7 +95,7 @@ fn storm(name: &str, count: usize, case: impl Fn(&mut Random) + Sync) {
         for client in 1..=CLIENTS {
             let case = &case;
             scope.spawn(move || {
-                let mut random = Random(seed.wrapping_mul(client as u64) | 1);
+                let mut random = Random::new(seed.wrapping_mul(client as u64));
                 (0..count / CLIENTS).for_each(|_| case(&mut random));
             });
         }

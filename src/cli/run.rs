@@ -12,11 +12,12 @@ use crate::bail;
 use crate::chat;
 use crate::draft;
 use crate::engine::{Engine, Finish};
-use crate::error::{Error, Result};
+use crate::error::{Context, Error, Result};
 use crate::experts::usage;
-use crate::json::Value;
+use crate::grammar::{Grammar, Guided};
+use crate::json::{self, Limits, Value};
 use crate::reply::Reply;
-use crate::sample::{Params, Sampler};
+use crate::sample::{Choose, Params, Sampler};
 use crate::sys;
 use crate::tokenizer::{Special, Tokenizer};
 use std::path::{Path, PathBuf};
@@ -50,6 +51,8 @@ pub const VERB: Verb = Verb {
             Flag::value("--presence-penalty", "X", "taken from those in the reply (default 0)"),
             Flag::value("--frequency-penalty", "X", "the same, each time it is there (default 0)"),
             Flag::value("--logit-bias", "ID:X,…", "added to the logits of these tokens"),
+            Flag::value("--grammar", "FILE", "GBNF that the reply must match"),
+            Flag::value("--schema", "FILE", "JSON Schema that the reply must be valid for"),
             Flag::value("--seed", "N", "seed of all draws (default: from the clock)"),
             Flag::value("--stop", "TEXT", "end before this text; may be given several times")
                 .repeated(),
@@ -84,6 +87,7 @@ fn run(args: &Args) -> Result<()> {
     let start = Instant::now();
     let setup = Setup::new(args, 0)?;
     let params = params(args, setup.config.vocab_size)?;
+    let grammar = grammar(args)?;
     let (prompt, thinking) = match args.ids("--ids")? {
         Some(ids) => (ids, false),
         None => prompt_ids(&setup, args)?,
@@ -101,7 +105,7 @@ fn run(args: &Args) -> Result<()> {
     let mut new_ids = Vec::new();
     let show = |text: &str| if args.has("--json") { Ok(()) } else { print_text(text) };
     show(if thinking { "<think>" } else { "" })?;
-    let mut sampler = Sampler::new(params, engine.config().vocab_size, engine.never_sampled())?;
+    let mut chooser = chooser(&engine, params, grammar)?;
     let mut session = engine.session()?;
     let mut watch = load::Watch::new(&engine, prompt.len());
     if let Some(file) = args.get("--trace") {
@@ -109,7 +113,7 @@ fn run(args: &Args) -> Result<()> {
     }
     let start = Instant::now();
     let mut first_s = None;
-    let result = session.generate(&prompt, new_tokens, &mut sampler, &mut watch, |id, watch| {
+    let result = session.generate(&prompt, new_tokens, &mut *chooser, &mut watch, |id, watch| {
         if first_s.is_none() {
             watch.clear();
         }
@@ -201,6 +205,37 @@ fn logit_bias(args: &Args) -> Result<Vec<(u32, f64)>> {
     args.get("--logit-bias").map_or(Ok(Vec::new()), |text| text.split(',').map(pair).collect())
 }
 
+/// The grammar of the flags.
+fn grammar(args: &Args) -> Result<Option<Grammar>> {
+    let read = |path: &str| sys::read_file(Path::new(path), PROMPT_BYTES_MAX);
+    let compiled = |path: &str, compile: fn(&[u8]) -> Result<Grammar>| {
+        read(path).and_then(|bytes| compile(&bytes)).context(|| path).map(Some)
+    };
+    match (args.get("--grammar"), args.get("--schema")) {
+        (None, None) => Ok(None),
+        (Some(path), None) => compiled(path, |bytes| match std::str::from_utf8(bytes) {
+            Ok(text) => Grammar::from_gbnf(text),
+            Err(error) => bail!("not UTF-8 at byte {}", error.valid_up_to()),
+        }),
+        (None, Some(path)) => {
+            compiled(path, |bytes| Grammar::from_schema(&json::parse(bytes, Limits::default())?))
+        }
+        _ => Err(Error::usage("expected one of --grammar and --schema")),
+    }
+}
+
+/// What chooses the tokens of the reply.
+fn chooser<'a>(
+    engine: &'a Engine,
+    params: Params,
+    grammar: Option<Grammar>,
+) -> Result<Box<dyn Choose + 'a>> {
+    let sampler = Sampler::new(params, engine.config().vocab_size, engine.never_sampled())?;
+    let Some(grammar) = grammar else { return Ok(Box::new(sampler)) };
+    let (constraint, ends) = (engine.constraint(grammar)?, engine.stop_tokens());
+    Ok(Box::new(Guided::new(sampler, constraint, engine.tokenizer()?, ends)))
+}
+
 /// Refuses prompts in several forms, and flags without effect.
 fn check_usage(args: &Args) -> Result<()> {
     let forms = [!args.positional.is_empty(), args.has("--prompt-file"), args.has("--ids")];
@@ -216,6 +251,9 @@ fn check_usage(args: &Args) -> Result<()> {
     }
     if args.has("--repin") && !args.has("--pin") {
         return Err(Error::usage("--repin needs a --pin"));
+    }
+    if args.has("--think") && (args.has("--grammar") || args.has("--schema")) {
+        return Err(Error::usage("--think comes before the reply, which the grammar starts with"));
     }
     if args.all("--stop").iter().any(String::is_empty) {
         return Err(Error::usage("--stop: expected a text, found none"));

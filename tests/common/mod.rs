@@ -1,4 +1,4 @@
-//! What several test files share: fixtures, raw float files, and random choices.
+//! What several test files share: fixtures, raw float files, random inputs.
 
 #![allow(dead_code, reason = "each test binary uses a part of this file")]
 
@@ -6,7 +6,9 @@ use colibri::config::{Config, IndexerKind, MlpKind};
 use colibri::engine::{Engine, Options};
 use colibri::json::{self, Limits, Value};
 use colibri::model::Observer;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// The directory `tests/fixtures/NAME`.
 pub fn fixture(name: &str) -> PathBuf {
@@ -255,11 +257,22 @@ pub fn read_safetensors(path: &Path) -> Vec<TestTensor> {
     tensors.into_iter().map(|(_, tensor)| tensor).collect()
 }
 
-/// Marsaglia's xorshift64*. The state is not 0, the generator's fixed point.
-pub struct Random(pub u64);
+/// Longest any one fuzz case may take, on a busy machine; the inputs are a few kilobytes.
+const CASE_TIME_MAX: Duration = Duration::from_secs(2);
+
+/// Most memory the process may have used at any time; all the inputs together are far smaller.
+const PEAK_KIB_MAX: u64 = 400 << 10;
+
+/// Marsaglia's xorshift64*.
+pub struct Random(u64);
 
 impl Random {
-    /// The next 64 bits.
+    /// Any seed will do; zero is the generator's fixed point.
+    pub fn new(seed: u64) -> Random {
+        Random(seed | 1)
+    }
+
+    /// 64 bits.
     pub fn next(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
@@ -278,11 +291,44 @@ impl Random {
     }
 }
 
-/// The number in the environment's `COLI_FUZZ_SEED`, or a new one.
+/// `COLI_FUZZ_SEED`, or the time.
 pub fn new_seed() -> u64 {
     let given = std::env::var("COLI_FUZZ_SEED").ok().and_then(|text| text.parse().ok());
     given.unwrap_or_else(|| {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
         now.as_nanos() as u64
     })
+}
+
+/// Runs `check` on `count` inputs that `make` draws. A case that panics or takes too long fails
+/// with its seed, number and input.
+pub fn fuzz(
+    name: &str,
+    count: usize,
+    mut make: impl FnMut(&mut Random) -> Vec<u8>,
+    mut check: impl FnMut(&[u8]),
+) {
+    let seed = new_seed();
+    println!("{name}: COLI_FUZZ_SEED={seed}");
+    let mut random = Random::new(seed);
+    for case in 0..count {
+        let input = make(&mut random);
+        let start = Instant::now();
+        let outcome = catch_unwind(AssertUnwindSafe(|| check(&input)));
+        let elapsed = start.elapsed();
+        if outcome.is_err() || elapsed > CASE_TIME_MAX {
+            let what = if outcome.is_err() { "panicked" } else { "was slow" };
+            let input = String::from_utf8_lossy(&input);
+            panic!("{name}: seed {seed}, case {case} {what} after {elapsed:?} on:\n{input:?}");
+        }
+    }
+    assert_peak_memory(name, seed);
+}
+
+/// Checks the process's peak memory where the system tells it.
+fn assert_peak_memory(name: &str, seed: u64) {
+    let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return };
+    let Some(line) = status.lines().find(|line| line.starts_with("VmHWM:")) else { return };
+    let kib: u64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+    assert!(kib < PEAK_KIB_MAX, "{name}: seed {seed}: peak of {kib} KiB");
 }

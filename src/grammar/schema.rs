@@ -1,0 +1,381 @@
+//! JSON Schema to a grammar.
+//!
+//! The grammar matches a part of what the schema allows, never more:
+//!
+//! - Members come in the order of `properties`, then those of `required` without a property, then
+//!   others, which `additionalProperties` must ask for: where it is absent there are none, unless
+//!   `properties` is absent too. The keys of others are written without escapes; that no two of
+//!   them are equal is beyond a grammar.
+//! - Elements behind `prefixItems` need `items`, or a `minItems` that asks for them.
+//! - White space: none or one space after `:`; none, one space, or a line break and up to 32
+//!   spaces after `{`, `[` and `,` and before `}` and `]`. So it cannot run away.
+//! - Numbers have at most 18 digits before the point, 16 behind it and 2 in the exponent. With a
+//!   bound, which must be an integer below 10⁹ in magnitude, they have no exponent, at most 6
+//!   digits behind the point, and stay below 10⁹ in magnitude on the other side, too. Integers
+//!   stay below 10¹⁸.
+//! - Strings with `pattern` or `format`, keys, and the values of `const` and `enum` are written in
+//!   one way each. Days of `format` exist in every year; seconds end at 59.
+//! - Without `type`, the keywords present imply it.
+//!
+//! Beside `$ref`, `const`, `enum`, `anyOf`, `oneOf` and `allOf` (of one) only annotations may
+//! stand, and `type` beside `const` and `enum`. Alternatives of `oneOf` must differ in type, in
+//! constants, or in a required member that does. A keyword unknown here is refused, by its JSON
+//! pointer.
+
+#![forbid(unsafe_code)]
+
+use super::charset::CharSet;
+use super::compile::Expr;
+use super::values::{INTEGER_END, Json, NUMBER_END};
+use super::{Grammar, TEXT_BYTES_MAX, UNBOUNDED, regex};
+use crate::bail;
+use crate::error::{Context, Result};
+use crate::json::{self, Value};
+use std::collections::{HashMap, HashSet};
+
+mod keywords;
+
+use keywords::{ARRAY, BOOLEAN, INTEGER, Keywords, NULL, NUMBER, OBJECT, STRING, differ, resolve};
+
+/// Longest name of a property beside others, which is spelled out to be told from them.
+const NAME_CHARS_MAX: usize = 256;
+/// Most alternatives of `oneOf`, each of which is compared with each.
+const ONE_OF_MAX: usize = 128;
+const DATE: &str = "[1-9]\\d{3}-((0[1-9]|1[0-2])-(0[1-9]|1\\d|2[0-8])|(0[13-9]|1[0-2])-(29|30)\
+                    |(0[13578]|1[02])-31)";
+const TIME: &str =
+    "([01]\\d|2[0-3]):[0-5]\\d:[0-5]\\d(\\.\\d{1,9})?(Z|[+-]([01]\\d|2[0-3]):[0-5]\\d)";
+const UUID: &str = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}";
+const OCTET: &str = "(\\d|[1-9]\\d|1\\d\\d|2[0-4]\\d|25[0-5])";
+
+/// [`Grammar::from_schema`].
+pub(super) fn compile(schema: &Value) -> Result<Grammar> {
+    compile_document(schema).context(|| "schema")
+}
+
+/// [`Grammar::json_object`].
+pub(super) fn json_object() -> Grammar {
+    let compiled = Json::new().and_then(|mut json| {
+        let root = json.builder.declare("root")?;
+        json.builder.define(root, None, json.any_object.clone());
+        json.builder.build(root)
+    });
+    compiled.expect("a fixed grammar compiles")
+}
+
+fn compile_document(document: &Value) -> Result<Grammar> {
+    let bytes = json::to_compact(document).len();
+    if bytes > TEXT_BYTES_MAX {
+        bail!("{bytes} bytes, at most {TEXT_BYTES_MAX} are allowed");
+    }
+    let rules = HashMap::new();
+    let mut compiler = Compiler { json: Json::new()?, document, rules, pending: Vec::new() };
+    compiler.subschema("#".into(), document)?;
+    let root = compiler.rules["#"];
+    // Not by recursion: references may form long chains.
+    while let Some((rule, pointer, schema)) = compiler.pending.pop() {
+        let expr = compiler.schema(&pointer, schema)?;
+        compiler.json.builder.define(rule, None, expr);
+    }
+    compiler.json.builder.build(root)
+}
+
+struct Compiler<'a> {
+    json: Json,
+    document: &'a Value,
+    /// The rule of each schema that was met, by its pointer.
+    rules: HashMap<String, u32>,
+    /// Rules to define.
+    pending: Vec<(u32, String, &'a Value)>,
+}
+
+impl<'a> Compiler<'a> {
+    /// What the schema at `pointer` allows.
+    fn subschema(&mut self, pointer: String, schema: &'a Value) -> Result<Expr> {
+        if let Some(&rule) = self.rules.get(&pointer) {
+            return Ok(Expr::Rule(rule));
+        }
+        let rule = self.json.builder.declare(pointer.as_str())?;
+        self.rules.insert(pointer.clone(), rule);
+        self.pending.push((rule, pointer, schema));
+        Ok(Expr::Rule(rule))
+    }
+
+    fn schema(&mut self, pointer: &str, schema: &'a Value) -> Result<Expr> {
+        match schema {
+            Value::Bool(true) => return Ok(self.json.any.clone()),
+            Value::Bool(false) => return Ok(self.json.builder.any_of(Vec::new())),
+            _ => {}
+        }
+        let keywords = Keywords::new(pointer, schema)?;
+        if let Some(expr) = self.combined(&keywords)? {
+            return Ok(expr);
+        }
+        let Some(kinds) = keywords.kinds()? else { return Ok(self.json.any.clone()) };
+        let mut alternatives = Vec::new();
+        if kinds & OBJECT != 0 {
+            alternatives.push(self.object(&keywords)?);
+        }
+        if kinds & ARRAY != 0 {
+            alternatives.push(self.array(&keywords)?);
+        }
+        if kinds & STRING != 0 {
+            alternatives.push(self.string(&keywords)?);
+        }
+        if kinds & (INTEGER | NUMBER) != 0 {
+            alternatives.push(self.number(&keywords, kinds & NUMBER == 0)?);
+        }
+        if kinds & BOOLEAN != 0 {
+            alternatives.extend(["true", "false"].map(|word| self.json.builder.literal(word)));
+        }
+        if kinds & NULL != 0 {
+            alternatives.push(self.json.builder.literal("null"));
+        }
+        Ok(self.json.builder.any_of(alternatives))
+    }
+
+    /// What a schema allows that is a reference, a list of values or a combination of schemas.
+    fn combined(&mut self, keywords: &Keywords<'a>) -> Result<Option<Expr>> {
+        let Some((key, value)) = keywords.combiner()? else { return Ok(None) };
+        let expr = match key {
+            "$ref" => {
+                let target = value.as_str().ok_or_else(|| keywords.expected(key, "a string"))?;
+                let found = resolve(self.document, target);
+                let schema = found.context(|| keywords.place(key))?;
+                self.subschema(target.into(), schema)?
+            }
+            "const" => self.constants(keywords, std::slice::from_ref(value))?,
+            "enum" => self.constants(keywords, keywords.list(key)?)?,
+            _ => {
+                let schemas = keywords.list(key)?;
+                if key == "allOf" && schemas.len() > 1 {
+                    return Err(keywords.error(key, "only one schema is supported"));
+                }
+                if key == "oneOf" {
+                    self.check_disjoint(keywords, schemas)?;
+                }
+                let place = keywords.place(key);
+                let each = schemas.iter().enumerate();
+                let each = each.map(|(at, schema)| self.subschema(format!("{place}/{at}"), schema));
+                let alternatives = each.collect::<Result<Vec<Expr>>>()?;
+                self.json.builder.any_of(alternatives)
+            }
+        };
+        Ok(Some(expr))
+    }
+
+    fn check_disjoint(&self, keywords: &Keywords<'a>, schemas: &[Value]) -> Result<()> {
+        if schemas.len() > ONE_OF_MAX {
+            let message = format!("more than {ONE_OF_MAX} alternatives");
+            return Err(keywords.error("oneOf", message));
+        }
+        for (at, schema) in schemas.iter().enumerate() {
+            let same = schemas[..at].iter().position(|other| !differ(self.document, schema, other));
+            if let Some(same) = same {
+                let message = format!(
+                    "alternatives {same} and {at} differ neither in type nor in constants, \
+                     so a value may match both: unsupported"
+                );
+                return Err(keywords.error("oneOf", message));
+            }
+        }
+        Ok(())
+    }
+
+    fn constants(&mut self, keywords: &Keywords<'a>, values: &[Value]) -> Result<Expr> {
+        let kinds = keywords.kinds()?.unwrap_or(u8::MAX);
+        let values = values.iter().filter(|value| keywords::kind_of(value) & kinds != 0);
+        let values = values.map(|value| self.json.builder.literal(&json::to_compact(value)));
+        let values = values.collect();
+        Ok(self.json.builder.any_of(values))
+    }
+
+    fn object(&mut self, keywords: &Keywords<'a>) -> Result<Expr> {
+        let properties = keywords.object("properties")?;
+        let others = match keywords.get("additionalProperties") {
+            None if properties.is_none() => Some(self.json.any.clone()),
+            None | Some(Value::Bool(false)) => None,
+            Some(schema) => Some(self.subschema(keywords.place("additionalProperties"), schema)?),
+        };
+        let mut members: Vec<(&str, Expr)> = Vec::new();
+        let place = keywords.place("properties");
+        for (name, schema) in properties.unwrap_or_default() {
+            let pointer = format!("{place}/{}", keywords::escape(name));
+            members.push((name, self.subschema(pointer, schema)?));
+        }
+        let mut names: HashSet<&str> = members.iter().map(|(name, _)| *name).collect();
+        let mut required = HashSet::new();
+        for name in keywords.strings("required")? {
+            required.insert(name);
+            if names.insert(name) {
+                let Some(schema) = &others else {
+                    let message = format!("`{name}` is no property, and others are not allowed");
+                    return Err(keywords.error("required", message));
+                };
+                members.push((name, schema.clone()));
+            }
+        }
+        // Back to front: what may follow the first member or, with a comma, any other.
+        let (mut first, mut rest) = match others {
+            None => (Expr::empty(), Expr::empty()),
+            Some(value) => {
+                let key = self.other_key(keywords, &members)?;
+                let pair = self.json.pair(key, value);
+                let rest = self.json.next(pair.clone()).repeat(0, UNBOUNDED);
+                (self.json.list(pair).optional(), rest)
+            }
+        };
+        for (name, value) in members.into_iter().rev() {
+            let key = self.json.builder.literal(&json::to_compact(&Value::String(name.into())));
+            let pair = self.json.pair(key, value);
+            let pair = self.json.builder.rule(&keywords.pointer, pair)?;
+            let is_required = required.contains(name);
+            let mut ways = vec![Expr::seq([pair.clone(), rest.clone()])];
+            ways.extend((!is_required).then_some(first));
+            first = self.json.builder.any_of(ways);
+            first = self.json.builder.rule(&keywords.pointer, first)?;
+            let mut ways = vec![Expr::seq([self.json.next(pair), rest.clone()])];
+            ways.extend((!is_required).then_some(rest));
+            rest = self.json.builder.any_of(ways);
+            rest = self.json.builder.rule(&keywords.pointer, rest)?;
+        }
+        Ok(self.json.enclosed("{", first, "}"))
+    }
+
+    /// A key, with its quotes, that is none of `members`.
+    fn other_key(&mut self, keywords: &Keywords, members: &[(&str, Expr)]) -> Result<Expr> {
+        // A name that JSON escapes cannot be written as these keys are.
+        let is_plain = |char| char >= ' ' && char != '"' && char != '\\';
+        let names = members.iter().map(|(name, _)| *name);
+        let names = names.filter(|name| name.chars().all(is_plain));
+        let mut names: Vec<Vec<char>> = names.map(|name| name.chars().collect()).collect();
+        if names.iter().any(|name| name.len() > NAME_CHARS_MAX) {
+            let message =
+                format!("a name has more than {NAME_CHARS_MAX} characters, and others are allowed");
+            return Err(keywords.error("properties", message));
+        }
+        names.sort_unstable();
+        let root = self.json.builder.declare(&keywords.pointer)?;
+        let plain = self.json.plain_char(&CharSet::of("")).repeat(0, UNBOUNDED);
+        // Each rule goes on after `read` characters, with which all of its names begin.
+        let mut pending = vec![(root, &names[..], 0)];
+        while let Some((rule, names, read)) = pending.pop() {
+            let ended = names.partition_point(|name| name.len() == read);
+            let mut ways = Vec::new();
+            if ended == 0 {
+                ways.push(self.json.builder.one_of("\""));
+            }
+            let mut continued = String::new();
+            for group in names[ended..].chunk_by(|a, b| a[read] == b[read]) {
+                let char = group[0][read];
+                continued.push(char);
+                let after = self.json.builder.declare(&keywords.pointer)?;
+                pending.push((after, group, read + 1));
+                let char = self.json.builder.one_of(char.encode_utf8(&mut [0; 4]));
+                ways.push(Expr::seq([char, Expr::Rule(after)]));
+            }
+            let other = self.json.plain_char(&CharSet::of(&continued));
+            let quote = self.json.builder.one_of("\"");
+            ways.push(Expr::seq([other, plain.clone(), quote]));
+            let ways = self.json.builder.any_of(ways);
+            self.json.builder.define(rule, None, ways);
+        }
+        Ok(Expr::seq([self.json.builder.one_of("\""), Expr::Rule(root)]))
+    }
+
+    fn array(&mut self, keywords: &Keywords<'a>) -> Result<Expr> {
+        let (min, max) = keywords.counts("minItems", "maxItems")?;
+        let prefix = match keywords.get("prefixItems") {
+            Some(_) => keywords.list("prefixItems")?,
+            None => &[],
+        };
+        let place = keywords.place("prefixItems");
+        let prefix = &prefix[..prefix.len().min(max as usize)];
+        let item = match keywords.get("items") {
+            Some(schema) => self.subschema(keywords.place("items"), schema)?,
+            None if prefix.is_empty() || prefix.len() < min as usize => self.json.any.clone(),
+            None => self.json.builder.any_of(Vec::new()),
+        };
+        let mut first = Vec::new();
+        for (at, schema) in prefix.iter().enumerate() {
+            first.push(self.subschema(format!("{place}/{at}"), schema)?);
+        }
+        if first.is_empty() && max > 0 {
+            first.push(item.clone());
+        }
+        let count = first.len() as u32;
+        let max = if max == UNBOUNDED { max } else { max - count };
+        // Back to front: each element with what may follow it.
+        let mut rest = self.json.next(item).repeat(min.saturating_sub(count), max);
+        for (at, item) in first.into_iter().enumerate().rev() {
+            let item = if at == 0 { item } else { self.json.next(item) };
+            let mut ways = vec![Expr::seq([item, rest])];
+            ways.extend((at as u32 >= min).then(Expr::empty));
+            rest = self.json.builder.any_of(ways);
+            rest = self.json.builder.rule(&keywords.pointer, rest)?;
+        }
+        Ok(self.json.enclosed("[", rest, "]"))
+    }
+
+    fn string(&mut self, keywords: &Keywords<'a>) -> Result<Expr> {
+        let (min, max) = keywords.counts("minLength", "maxLength")?;
+        let format = match keywords.string("format")? {
+            None => None,
+            Some("date") => Some(DATE.to_string()),
+            Some("time") => Some(TIME.to_string()),
+            Some("date-time") => Some(format!("{DATE}T{TIME}")),
+            Some("uuid") => Some(UUID.to_string()),
+            Some("ipv4") => Some(format!("({OCTET}\\.){{3}}{OCTET}")),
+            Some(other) => {
+                return Err(keywords.error("format", format!("`{other}` is unsupported")));
+            }
+        };
+        let pattern = keywords.string("pattern")?.map(str::to_string);
+        let (key, pattern) = match (pattern, format) {
+            (None, None) => {
+                let chars = self.json.char.clone().repeat(min, max);
+                return Ok(self.json.quoted(chars));
+            }
+            (Some(pattern), None) => ("pattern", pattern),
+            (None, Some(format)) => ("format", format!("^{format}$")),
+            (Some(_), Some(_)) => {
+                return Err(keywords.error("format", "unsupported beside `pattern`"));
+            }
+        };
+        if let Some(bound) = ["minLength", "maxLength"].iter().find(|b| keywords.get(b).is_some()) {
+            return Err(keywords.error(bound, format!("unsupported beside `{key}`")));
+        }
+        let inner = regex::compile(&mut self.json.builder, &pattern);
+        Ok(self.json.quoted(inner.context(|| keywords.place(key))?))
+    }
+
+    fn number(&mut self, keywords: &Keywords<'a>, is_integer: bool) -> Result<Expr> {
+        let end = if is_integer { INTEGER_END } else { NUMBER_END };
+        let mut bounds = [None; 4];
+        for (bound, key) in
+            bounds.iter_mut().zip(["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"])
+        {
+            *bound = keywords.bound(key, end, is_integer)?;
+        }
+        let [min, above, max, below] = bounds;
+        if bounds == [None; 4] {
+            let json = &mut self.json;
+            return Ok(if is_integer { json.any_integer() } else { json.any_number() });
+        }
+        // Each bound as the greatest integer up to it and the least from it on: for a number they
+        // are the same.
+        let lows = [min.map(|bound| bound.1), above.map(|bound| bound.0 + 1)];
+        let highs = [max.map(|bound| bound.0), below.map(|bound| bound.1 - 1)];
+        let low = lows.into_iter().flatten().max().unwrap_or(1 - end);
+        let high = highs.into_iter().flatten().min().unwrap_or(end - 1);
+        let whole = self.json.integers(low, high);
+        if is_integer {
+            return Ok(whole);
+        }
+        let whole = Expr::seq([whole, self.json.zero_fraction()]);
+        let low = [min, above].into_iter().flatten().max().map_or(1 - end, |bound| bound.0);
+        let high = [max, below].into_iter().flatten().min().map_or(end - 1, |bound| bound.0);
+        let fractions = self.json.fractions(low, high);
+        Ok(Expr::Alt(vec![whole, fractions]))
+    }
+}
