@@ -22,14 +22,19 @@ use crate::ops::{Compute, Tally};
 use crate::plan::{Limit, Plan};
 use crate::safetensors::Directory;
 use crate::sample::{Choose, argmax};
+use crate::state::{Fingerprint, Journal, common_tokens};
 use crate::sys;
 use crate::tokenizer::Tokenizer;
-use crate::weights::{Mlp, Weights};
+use crate::weights::Weights;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
+
+mod saved;
+
+pub use saved::{Restored, Saved};
 
 /// How a model is opened.
 #[derive(Clone, Debug)]
@@ -142,6 +147,8 @@ pub struct Engine {
     reading_note: Option<String>,
     /// Positions run since the pins were chosen.
     unpinned_tokens: AtomicUsize,
+    /// See [`Engine::saved_shape`].
+    fingerprint: OnceLock<Fingerprint>,
 }
 
 impl Engine {
@@ -176,7 +183,17 @@ impl Engine {
         let runtime = Mutex::new(Runtime { compute, store, scratch: Scratch::default() });
         let unpinned_tokens = AtomicUsize::new(0);
         let vocabulary = OnceLock::new();
-        Ok(Engine { model, options, runtime, tokenizer, vocabulary, reading_note, unpinned_tokens })
+        let fingerprint = OnceLock::new();
+        Ok(Engine {
+            model,
+            options,
+            runtime,
+            tokenizer,
+            vocabulary,
+            reading_note,
+            unpinned_tokens,
+            fingerprint,
+        })
     }
 
     /// Makes known which experts earlier runs chose, from `.coli_usage` in the model directory or a
@@ -203,10 +220,10 @@ impl Engine {
     }
 
     fn pin(&self, store: &mut ExpertStore) {
-        let layers = &self.model.weights.layers;
-        store.pin(self.options.pin_bytes, |(layer, e)| match layers.get(layer).map(|l| &l.mlp) {
-            Some(Mlp::Sparse(moe)) => moe.experts[e].bytes(),
-            _ => 0,
+        let sparse = self.model.weights.sparse_layers();
+        store.pin(self.options.pin_bytes, |(layer, e)| {
+            let moe = sparse.clone().find(|(at, _)| *at == layer).map(|(_, moe)| moe);
+            moe.map_or(0, |moe| moe.experts[e].bytes())
         });
     }
 
@@ -316,12 +333,13 @@ impl Engine {
             head: self.model.weights.mtp.as_ref().map(|_| Head::default()),
             drafter: Drafter::new(self.options.drafts),
             batch: Vec::new(),
+            journal: None,
         })
     }
 }
 
 /// How far a session's draft head is.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct Head {
     /// Rows in its cache: row p is made of position p and the token of position p + 1.
     rows: usize,
@@ -355,6 +373,8 @@ pub struct Session<'a> {
     drafter: Drafter,
     /// The next token and the drafts behind it.
     batch: Vec<u32>,
+    /// The file it was restored from or saved to last.
+    journal: Option<Journal>,
 }
 
 impl Session<'_> {
@@ -375,7 +395,7 @@ impl Session<'_> {
     /// the part that was committed.
     pub fn advance(&mut self, tokens: &[u32], observer: &mut dyn Observer) -> Result<&[f32]> {
         self.prepare(tokens)?;
-        self.keep_common(tokens, tokens.len() - 1);
+        self.truncate(self.kept(tokens, tokens.len() - 1));
         while self.tokens.len() < tokens.len() {
             let rest = &tokens[self.tokens.len()..];
             let chunk = &rest[..rest.len().min(self.engine.options.chunk_rows)];
@@ -387,19 +407,15 @@ impl Session<'_> {
         Ok(&self.logits)
     }
 
-    /// Keeps what the timeline has in common with `tokens`, at most `most` of them.
-    fn keep_common(&mut self, tokens: &[u32], most: usize) {
-        let common = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
-        let mut kept = common.min(most);
+    /// How many positions, at most `most`, stay as they are when `tokens` become the timeline.
+    fn kept(&self, tokens: &[u32], most: usize) -> usize {
+        let kept = common_tokens(&self.tokens, tokens).min(most);
         // The draft head's row of the last kept position is made of a token that changes now, and
         // of a hidden state that is gone if that row was made already.
-        if let Some(head) = &self.head
-            && kept < self.tokens.len()
-            && kept <= head.rows
-        {
-            kept = kept.saturating_sub(1);
+        match &self.head {
+            Some(head) if kept < self.tokens.len() && kept <= head.rows => kept.saturating_sub(1),
+            _ => kept,
         }
-        self.truncate(kept);
     }
 
     /// Keeps only the first `count` committed tokens.
@@ -576,7 +592,7 @@ impl Session<'_> {
         mut sink: impl FnMut(&[f32]) -> Result<()>,
     ) -> Result<()> {
         self.prepare(tokens)?;
-        self.keep_common(tokens, first);
+        self.truncate(self.kept(tokens, first));
         for chunk in tokens[self.tokens.len()..].chunks(self.engine.options.chunk_rows) {
             let unwanted = first.saturating_sub(self.tokens.len()).min(chunk.len());
             self.forward(chunk, unwanted..chunk.len(), observer, |_, logits| sink(logits))?;

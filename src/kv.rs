@@ -16,7 +16,10 @@ use crate::sys::Pages;
 /// Cache of all layers for up to `capacity_tokens` positions.
 pub struct KvCache {
     capacity_tokens: usize,
-    /// Chunks of 16 floats of a latent row, and of an index key.
+    /// Floats of a latent row, and of an index key.
+    latent_floats: usize,
+    index_floats: usize,
+    /// Chunks of 16 floats of the same.
     latent_chunks: usize,
     index_chunks: usize,
     /// `[layers, capacity_tokens, latent_chunks]`
@@ -27,22 +30,24 @@ pub struct KvCache {
     index_layers: Vec<Option<usize>>,
 }
 
-/// Chunks of 16 floats of a latent row and of an index key.
-fn chunks(config: &Config) -> (usize, usize) {
+/// Floats of a latent row, and chunks of 16 floats of it and of an index key.
+fn sizes(config: &Config) -> (usize, usize, usize) {
     let kv_dim = config.kv_lora_rank + config.qk_rope_head_dim;
-    (kv_dim.div_ceil(LANES), config.index_head_dim.div_ceil(LANES))
+    (kv_dim, kv_dim.div_ceil(LANES), config.index_head_dim.div_ceil(LANES))
 }
 
 impl KvCache {
     /// An empty cache. `has_index[layer]` tells which layers keep index keys. Positions that were
     /// never used cost address space only. Error: there is none left.
     pub fn new(config: &Config, has_index: &[bool], capacity_tokens: usize) -> Result<KvCache> {
-        let (latent_chunks, index_chunks) = chunks(config);
+        let (latent_floats, latent_chunks, index_chunks) = sizes(config);
         let mut indexed = 0..;
         let index_layers = has_index.iter().map(|has| has.then(|| indexed.next()).flatten());
         let index_layers: Vec<_> = index_layers.collect();
         Ok(KvCache {
             capacity_tokens,
+            latent_floats,
+            index_floats: config.index_head_dim,
             latent_chunks,
             index_chunks,
             latents: Pages::new(has_index.len() * capacity_tokens * latent_chunks)?,
@@ -53,7 +58,7 @@ impl KvCache {
 
     /// Bytes of a cache of this shape.
     pub fn bytes(config: &Config, has_index: &[bool], capacity_tokens: usize) -> usize {
-        let (latent_chunks, index_chunks) = chunks(config);
+        let (_, latent_chunks, index_chunks) = sizes(config);
         let indexed = has_index.iter().filter(|has| **has).count();
         let chunks = latent_chunks * has_index.len() + index_chunks * indexed;
         capacity_tokens * chunks * size_of::<[f32; LANES]>()
@@ -96,6 +101,52 @@ impl KvCache {
     pub fn index_key_mut(&mut self, layer: usize, position: usize) -> &mut [f32] {
         let first = (self.index_place(layer) * self.capacity_tokens + position) * self.index_chunks;
         self.index_keys[first..first + self.index_chunks].as_flattened_mut()
+    }
+
+    /// Layers, that of a draft head included.
+    pub fn layers(&self) -> usize {
+        self.index_layers.len()
+    }
+
+    /// Floats that a layer keeps of each position.
+    pub fn position_floats(&self, layer: usize) -> usize {
+        self.latent_floats + self.index_layers[layer].map_or(0, |_| self.index_floats)
+    }
+
+    /// What a layer keeps of `position`, without padding: its latent row and its index key, which
+    /// is empty on a layer without.
+    pub fn rows(&self, layer: usize, position: usize) -> [&[f32]; 2] {
+        let (latents, chunks) = self.latents(layer);
+        let latent = &latents[position * chunks..].as_flattened()[..self.latent_floats];
+        if self.index_layers[layer].is_none() {
+            return [latent, &[]];
+        }
+        let (keys, chunks) = self.index_keys(layer);
+        [latent, &keys[position * chunks..].as_flattened()[..self.index_floats]]
+    }
+
+    /// The same rows, to be written.
+    pub fn rows_mut(&mut self, layer: usize, position: usize) -> [&mut [f32]; 2] {
+        let place = |layer: usize| layer * self.capacity_tokens + position;
+        let latent = &mut self.latents[place(layer) * self.latent_chunks..];
+        let latent = &mut latent.as_flattened_mut()[..self.latent_floats];
+        match self.index_layers[layer] {
+            Some(layer) => {
+                let key = &mut self.index_keys[place(layer) * self.index_chunks..];
+                [latent, &mut key.as_flattened_mut()[..self.index_floats]]
+            }
+            None => [latent, &mut []],
+        }
+    }
+
+    /// Takes the first `count` positions of a cache of the same model.
+    pub fn copy_from(&mut self, from: &KvCache, count: usize) {
+        for layer in 0..self.layers() {
+            for position in 0..count {
+                let rows = self.rows_mut(layer, position).into_iter();
+                rows.zip(from.rows(layer, position)).for_each(|(to, row)| to.copy_from_slice(row));
+            }
+        }
     }
 
     fn index_place(&self, layer: usize) -> usize {

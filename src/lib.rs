@@ -48,6 +48,7 @@ pub mod engine;
 pub mod grammar;
 pub mod reply;
 pub mod sample;
+pub mod state;
 pub mod stop;
 
 // Layer 6, service: framing.

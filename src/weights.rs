@@ -235,7 +235,7 @@ impl Weights {
     }
 
     /// Every layer with its index; the draft head's is the last.
-    pub fn all_layers(&self) -> impl Iterator<Item = (usize, &Layer)> {
+    pub fn all_layers(&self) -> impl Iterator<Item = (usize, &Layer)> + Clone {
         self.layers.iter().chain(self.mtp.iter().map(|mtp| &mtp.layer)).enumerate()
     }
 
@@ -280,8 +280,8 @@ impl Weights {
     }
 
     /// Every layer with routed experts.
-    pub fn sparse_layers(&self) -> impl Iterator<Item = (usize, &Moe)> {
-        self.layers.iter().enumerate().filter_map(|(index, layer)| match &layer.mlp {
+    pub fn sparse_layers(&self) -> impl Iterator<Item = (usize, &Moe)> + Clone {
+        self.all_layers().filter_map(|(index, layer)| match &layer.mlp {
             Mlp::Sparse(moe) => Some((index, moe)),
             Mlp::Dense(_) => None,
         })

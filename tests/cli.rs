@@ -290,6 +290,37 @@ fn every_stop_id_ends_the_turn_and_never_reaches_the_reply() {
 }
 
 /// Whatever their order, the text that is complete first ends the reply.
+/// The reply of a run that starts from a saved session, and of one whose file is of another model.
+#[test]
+fn a_session_is_announced_and_changes_no_token() {
+    let dir = TempDir::new("cli-session");
+    let path = dir.0.join("s");
+    let path = path.to_str().unwrap();
+    let run = |name: &str, ids: &str, rest: &[&str]| {
+        let model = model(name);
+        let args = ["run", "--model", &model, "--temp", "0", "-n", "6", "--ids", ids];
+        coli(&[&args[..], rest].concat())
+    };
+    let first = run("b_dsa_full", "1,2,3,4", &["--session", path]);
+    assert!(first.status.success() && first.stderr.is_empty(), "{}", text(&first.stderr));
+    let prompt = format!("1,2,3,4,{},9", text(&first.stdout).trim());
+    let second = run("b_dsa_full", &prompt, &["--session", path]);
+    assert_eq!(second.stdout, run("b_dsa_full", &prompt, &[]).stdout);
+    // The last token of a reply is drawn and never fed.
+    let announced = text(&second.stderr);
+    let words =
+        ["resumes 9 tokens saved ", " ago, the prompt starts with 9 of them; delete the file"];
+    assert!(words.iter().all(|words| announced.contains(words)), "{announced}");
+    assert!(announced.contains(path), "{announced}");
+    let other = run("a_seed", &prompt, &["--session", path]);
+    assert_eq!((other.status.code(), text(&other.stdout)), (Some(1), ""));
+    assert!(text(&other.stderr).contains("saved with other config.json"));
+    // What cannot be saved is said behind the whole reply.
+    let nowhere = run("b_dsa_full", &prompt, &["--session", "/nowhere/s"]);
+    assert_eq!((nowhere.status.code(), &nowhere.stdout), (Some(1), &second.stdout));
+    assert!(text(&nowhere.stderr).contains("/nowhere/s: "), "{}", text(&nowhere.stderr));
+}
+
 #[test]
 fn each_of_several_stop_texts_ends_the_reply() {
     let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("oracle/demo");

@@ -13,7 +13,7 @@ const LAYERS: [&[&str]; 8] = [
     &["kernels", "config"],
     &["weights", "disk", "experts", "plan"],
     &["ops", "kv", "attention", "indexer", "moe", "model"],
-    &["grammar", "sample", "stop", "draft", "engine", "chat", "reply"],
+    &["grammar", "sample", "stop", "draft", "state", "engine", "chat", "reply"],
     &["http"],
     &["cli"],
 ];

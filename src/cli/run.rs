@@ -6,18 +6,18 @@
 #![forbid(unsafe_code)]
 
 use super::load::{Setup, count, ids, object, print_json};
-use super::{Args, Flag, Verb, load};
-use super::{note, print_text};
+use super::{Args, Flag, Verb, load, note, print_text};
 use crate::bail;
 use crate::chat;
 use crate::draft;
-use crate::engine::{Engine, Finish};
+use crate::engine::{Engine, Finish, Restored, Session};
 use crate::error::{Context, Error, Result};
 use crate::experts::usage;
 use crate::grammar::{Grammar, Guided};
 use crate::json::{self, Limits, Value};
 use crate::reply::Reply;
 use crate::sample::{Choose, Params, Sampler};
+use crate::state::common_tokens;
 use crate::sys;
 use crate::tokenizer::{Special, Tokenizer};
 use std::path::{Path, PathBuf};
@@ -53,6 +53,11 @@ pub const VERB: Verb = Verb {
             Flag::value("--logit-bias", "ID:X,…", "added to the logits of these tokens"),
             Flag::value("--grammar", "FILE", "GBNF that the reply must match"),
             Flag::value("--schema", "FILE", "JSON Schema that the reply must be valid for"),
+            Flag::value(
+                "--session",
+                "FILE",
+                "start from what it holds of the prompt, and save to it",
+            ),
             Flag::value("--seed", "N", "seed of all draws (default: from the clock)"),
             Flag::value("--stop", "TEXT", "end before this text; may be given several times")
                 .repeated(),
@@ -106,7 +111,8 @@ fn run(args: &Args) -> Result<()> {
     let show = |text: &str| if args.has("--json") { Ok(()) } else { print_text(text) };
     show(if thinking { "<think>" } else { "" })?;
     let mut chooser = chooser(&engine, params, grammar)?;
-    let mut session = engine.session()?;
+    let file = args.get("--session").map(Path::new);
+    let mut session = resume(&engine, file, &prompt)?;
     let mut watch = load::Watch::new(&engine, prompt.len());
     if let Some(file) = args.get("--trace") {
         watch.trace(Path::new(file))?;
@@ -125,6 +131,8 @@ fn run(args: &Args) -> Result<()> {
     });
     watch.clear();
     save_usage(usage, &engine);
+    // A turn that failed or was interrupted as well: what it computed need not be computed again.
+    let saved = file.map_or(Ok(()), |file| session.save(file).map(|_| ()));
     let finish = match watch.end_trace().and(result) {
         Ok(finish) => finish,
         Err(error) => {
@@ -138,17 +146,41 @@ fn run(args: &Args) -> Result<()> {
     if let Some(reply) = &mut reply {
         show(&reply.finish(finish))?;
     }
+    let timings = Timings { load_s, prefill_s, decode_s: total_s - prefill_s };
+    let (prompt_tokens, drafts) = (prompt.len(), session.draft_counters());
+    let done = Done { prompt_tokens, new_ids, reply, finish, drafts, timings };
+    print_done(args, &engine, &done).and(saved)
+}
+
+/// What is printed behind the text of the reply, or instead of it.
+fn print_done(args: &Args, engine: &Engine, done: &Done<'_>) -> Result<()> {
     if args.has("--json") {
-        let timings = Timings { load_s, prefill_s, decode_s: total_s - prefill_s };
-        let (prompt_tokens, drafts) = (prompt.len(), session.draft_counters());
-        let done = Done { prompt_tokens, new_ids, reply, finish, drafts, timings };
-        return print_json(&summary(&engine, &done));
+        return print_json(&summary(engine, done));
     }
-    if reply.is_none() {
-        let ids: Vec<String> = new_ids.iter().map(u32::to_string).collect();
+    if done.reply.is_none() {
+        let ids: Vec<String> = done.new_ids.iter().map(u32::to_string).collect();
         print_text(&ids.join(","))?;
     }
     print_text("\n")
+}
+
+/// The session of a file, announced, or a new one. It never changes a token of the reply: what the
+/// prompt shares with it need not be computed, nothing else is taken from it.
+fn resume<'a>(engine: &'a Engine, file: Option<&Path>, prompt: &[u32]) -> Result<Session<'a>> {
+    let Some(file) = file else { return engine.session() };
+    let Some((session, Restored { tokens, age })) = engine.restore(file)? else {
+        return engine.session();
+    };
+    let units = [("days", 86_400), ("hours", 3600), ("minutes", 60), ("seconds", 1)];
+    let fits = |(_, seconds): &&(&str, u64)| age.as_secs() >= 2 * seconds;
+    let (unit, seconds) = units.iter().find(fits).unwrap_or(&units[3]);
+    let (age, common) = (age.as_secs() / seconds, common_tokens(session.tokens(), prompt));
+    note(&format!(
+        "coli: {}: resumes {tokens} tokens saved {age} {unit} ago, the prompt starts with {common} \
+         of them; delete the file to start anew\n",
+        file.display()
+    ));
+    Ok(session)
 }
 
 /// Starts from what earlier runs learned; returns the file to write what this one adds.
