@@ -19,7 +19,7 @@ use std::time::Duration;
 pub const DRAFTS_MAX: usize = 15;
 /// Most that are taken unasked: acceptance falls with each.
 const DRAFTS_AUTO_MAX: usize = 5;
-/// Weight of a new measurement in a running mean.
+/// Weight of a new draft in the running share of right ones.
 const NEW: f64 = 0.1;
 /// Passes without drafts between two trials of a source that does not pay; doubled after each in
 /// vain, up to the second. At twice the time of a pass, a trial in 128 costs less than 1 %.
@@ -51,13 +51,28 @@ pub struct Counters {
     pub forwards: u64,
 }
 
-/// A mean that follows what it measures; before the first measurement, none.
-#[derive(Clone, Copy, Default)]
-struct Running(Option<f64>);
+/// Measurements that count for a median: a few that waited for something else do not.
+const RECENT: usize = 7;
 
-impl Running {
+/// The last measurements of one thing.
+#[derive(Clone, Copy, Default)]
+struct Recent {
+    values: [f64; RECENT],
+    count: usize,
+}
+
+impl Recent {
     fn add(&mut self, value: f64) {
-        self.0 = Some(self.0.map_or(value, |mean| mean + NEW * (value - mean)));
+        self.values[self.count % RECENT] = value;
+        self.count += 1;
+    }
+
+    /// Their median; none before the first.
+    fn median(&self) -> Option<f64> {
+        let mut values = self.values;
+        let values = &mut values[..self.count.min(RECENT)];
+        values.sort_unstable_by(f64::total_cmp);
+        values.get(values.len() / 2).copied()
     }
 }
 
@@ -67,7 +82,7 @@ struct Record {
     /// Share of accepted drafts at each place, of those whose forerunners were accepted.
     accepted: [f64; DRAFTS_MAX],
     /// Seconds of one guess.
-    guess_s: Running,
+    guess_s: Recent,
     /// Passes until it is tried again, and the pause after a trial in vain.
     wait: u32,
     pause: u32,
@@ -77,7 +92,7 @@ impl Default for Record {
     fn default() -> Record {
         let [pause, _] = PAUSE_PASSES;
         // Hopeful, so that it is tried at all.
-        Record { accepted: [0.7; DRAFTS_MAX], guess_s: Running(None), wait: 0, pause }
+        Record { accepted: [0.7; DRAFTS_MAX], guess_s: Recent::default(), wait: 0, pause }
     }
 }
 
@@ -87,7 +102,7 @@ pub struct Drafter {
     fixed: Option<usize>,
     records: [Record; 3],
     /// Seconds of a pass, by rows.
-    pass_s: [Running; DRAFTS_MAX + 1],
+    pass_s: [Recent; DRAFTS_MAX + 1],
     /// Totals.
     pub counters: Counters,
 }
@@ -111,7 +126,7 @@ impl Drafter {
         }
         let most = most.min(DRAFTS_AUTO_MAX);
         // The first pass tells what one without drafts takes.
-        if most == 0 || self.pass_s[0].0.is_none() {
+        if most == 0 || self.pass_s[0].count == 0 {
             return 0;
         }
         let rate = |count: usize| self.rate(source, count);
@@ -138,12 +153,12 @@ impl Drafter {
                     kept
                 })
                 .sum::<f64>();
-        tokens / (self.pass_s(count + 1) + count as f64 * record.guess_s.0.unwrap_or(0.0))
+        tokens / (self.pass_s(count + 1) + count as f64 * record.guess_s.median().unwrap_or(0.0))
     }
 
     /// Seconds of a pass over `rows`: measured, or on the line through what was.
     fn pass_s(&self, rows: usize) -> f64 {
-        let measured = |rows: usize| self.pass_s[rows - 1].0;
+        let measured = |rows: usize| self.pass_s[rows - 1].median();
         let one = measured(1).unwrap_or(0.0);
         // Nothing is known of more rows: as if they were free, so that they are tried.
         let known = (2..=rows).rev().find_map(|rows| Some((rows, measured(rows)?)));

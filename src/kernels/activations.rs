@@ -17,6 +17,9 @@ use crate::quant::Format;
 
 /// Columns of a block.
 pub const BLOCK: usize = 128;
+/// Up to so many rows of activations meet each row of weights in turn, as it comes from memory.
+/// More are worth decoding a tile of weights first: measured, from about 16 on.
+pub const FEW_ROWS: usize = 12;
 /// Below this the largest value of a lane counts as zero.
 const AMAX_MIN: f32 = 1e-34;
 
@@ -28,9 +31,9 @@ pub enum Order {
     Natural,
     /// Plane p holds the columns 4w + p as 16-bit integers. Lane l has columns 8l … 8l + 7, so
     /// scales of groups of a multiple of 8 columns are a vector over lanes. For packed weights
-    /// and several rows of activations.
+    /// and many rows of activations.
     Planes,
-    /// The same lanes for one row of activations, where decoding weights takes most of the time
+    /// The same lanes for few rows of activations, where decoding weights takes most of the time
     /// and bytes take least: the upper bytes (signed) of even and of odd columns, then the lower
     /// bytes (unsigned) of even and of odd columns. Σ w·x = 256 · Σ w·upper + Σ w·lower, exactly.
     Bytes,
@@ -47,7 +50,7 @@ impl Order {
             | Format::Int2Row
             | Format::Int4Group(_)
             | Format::Int3Group64
-            | Format::Nvfp4 => Some(if rows == 1 { Order::Bytes } else { Order::Planes }),
+            | Format::Nvfp4 => Some(if rows <= FEW_ROWS { Order::Bytes } else { Order::Planes }),
         }
     }
 
@@ -204,14 +207,14 @@ pub struct Forms {
     pub packed: bool,
     /// Plain floats.
     pub floats: bool,
-    /// Whether products take several rows each, which decides the order of packed blocks.
-    pub several: bool,
+    /// Whether products take many rows each, which decides the order of packed blocks.
+    pub many: bool,
 }
 
 impl Forms {
     /// No form yet, for products of `rows` rows each at most.
     pub fn of_rows(rows: usize) -> Forms {
-        Forms { several: rows > 1, ..Forms::default() }
+        Forms { many: rows > FEW_ROWS, ..Forms::default() }
     }
 
     /// These forms and the one that `format` needs.
@@ -280,12 +283,12 @@ impl Activations {
     /// The order of blocks for packed weights.
     #[inline(always)]
     pub fn packed_order(&self) -> Order {
-        if self.forms.several { Order::Planes } else { Order::Bytes }
+        if self.forms.many { Order::Planes } else { Order::Bytes }
     }
 
     /// The blocks of one row for weights of `format`, and their order; `None` for float formats.
     pub fn blocks_for(&self, format: Format, row: usize) -> Option<(&[Block], Order)> {
-        let order = Order::of(format, 1 + self.forms.several as usize)?;
+        let order = Order::of(format, 1 + FEW_ROWS * self.forms.many as usize)?;
         Some((self.blocks(order, row), order))
     }
 

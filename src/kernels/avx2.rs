@@ -98,7 +98,8 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn lane_sums(self, x: [Self::F; 4]) -> [f32; 4] {
         intrinsics!(
-            let [a, b, c, d] = x.map(|x| _mm256_add_ps(x[0], x[1]));
+            let [a, b] = [_mm256_add_ps(x[0][0], x[0][1]), _mm256_add_ps(x[1][0], x[1][1])];
+            let [c, d] = [_mm256_add_ps(x[2][0], x[2][1]), _mm256_add_ps(x[3][0], x[3][1])];
             let fold4 = |x, y| {
                 let low = _mm256_permute2f128_ps::<0x20>(x, y);
                 _mm256_add_ps(low, _mm256_permute2f128_ps::<0x31>(x, y))

@@ -1,14 +1,14 @@
 //! Products of a range of matrix rows with rows of activations, over vectors.
 //!
-//! One row of activations (decode): each weight row streams through registers once, four sums are
-//! folded together at a time, and memory is asked for ahead of its use. Several rows (prefill, or
-//! drafts to verify): a tile of weight rows is decoded once into scratch that fits the second
+//! Few rows of activations (decode, drafts to verify): each weight row streams through registers
+//! once, four sums are folded together at a time, and memory is asked for ahead of its use. Many
+//! rows (prefill): a tile of weight rows is decoded once into scratch that fits the second
 //! cache level, and small squares of (weight rows × activation rows) are computed in registers.
 //! Both are the sums of [`super::scalar`], bit for bit: every result has its own lanes.
 
 #![forbid(unsafe_code)]
 
-use super::activations::{Activations, BLOCK, Block, Order};
+use super::activations::{Activations, BLOCK, Block, FEW_ROWS, Order};
 use super::codes::{Bf16, Code, F16, F32, FloatCode, Fp8, Groups, Int2, Int3, Int4, Int8, Nvfp4};
 use super::scalar::{self, LANES};
 use super::simd::Simd;
@@ -141,27 +141,38 @@ fn quantized<S: Simd, C: Code, const GROUPED: bool>(simd: S, part: ProductPart<'
     let groups = Groups::of(&matrix);
     assert_eq!(groups.is_some(), GROUPED, "scales of {}", matrix.format);
     let row_scale = |r: usize| if GROUPED { 1.0 } else { f32_at(matrix.scales, r) };
-    // Packed activations are in the order of a single row only if every product has one.
-    if let [token] = tokens
-        && let Some((x, Order::Natural | Order::Bytes)) =
-            x.blocks_for(matrix.format, *token as usize)
-    {
+    // Packed activations are in the order of few rows only if every product has few.
+    let is_packed = C::ORDER != Order::Natural && x.packed_order() == Order::Planes;
+    if tokens.len() <= FEW_ROWS && !is_packed {
         if !GROUPED {
             // They are far from the weights, and each line would be waited for.
             for line in matrix.scales[4 * rows.start..4 * rows.end].chunks(64) {
                 simd.prefetch(line.as_ptr());
             }
         }
+        let few = FewRows { matrix, groups: groups.as_ref(), x };
         for first in rows.clone().step_by(GROUP_ROWS) {
-            let count = (rows.end - first).min(GROUP_ROWS);
-            let lanes = row_lanes::<S, C>(simd, &matrix, groups.as_ref(), [first, count], x);
-            let mut sums = [0.0; GROUP_ROWS];
-            for (sums, lanes) in sums.as_chunks_mut().0.iter_mut().zip(lanes.as_chunks().0) {
-                *sums = simd.lane_sums(*lanes);
-            }
-            let y = y[first - rows.start..][..count].iter_mut();
-            for (i, (y, sum)) in y.zip(sums).enumerate() {
-                *y = scaled::<GROUPED>(sum, row_scale(first + i));
+            let group = first..(first + GROUP_ROWS).min(rows.end);
+            let mut finish = |t: usize, sums: [f32; GROUP_ROWS]| {
+                let y = &mut y[t * rows.len() + first - rows.start..][..group.len()];
+                for (i, (y, sum)) in y.iter_mut().zip(sums).enumerate() {
+                    *y = scaled::<GROUPED>(sum, row_scale(first + i));
+                }
+            };
+            let width = if S::WIDE { 4 } else { 2 };
+            for (i, tokens) in tokens.chunks(width).enumerate() {
+                let group = group.clone();
+                match *tokens {
+                    [a] => few.sums::<S, C, 1>(simd, group, [a], i * width, &mut finish),
+                    [a, b] => few.sums::<S, C, 2>(simd, group, [a, b], i * width, &mut finish),
+                    [a, b, c] => {
+                        few.sums::<S, C, 3>(simd, group, [a, b, c], i * width, &mut finish)
+                    }
+                    [a, b, c, d] => {
+                        few.sums::<S, C, 4>(simd, group, [a, b, c, d], i * width, &mut finish)
+                    }
+                    _ => unreachable!("chunks of at most four"),
+                }
             }
         }
         return;
@@ -216,54 +227,95 @@ fn pad(rest: &[u8], padded: &mut [u8; 128]) {
     padded[rest.len()..].fill(0);
 }
 
-/// The lanes of up to [`GROUP_ROWS`] weight rows from `first` on times one activation row.
-#[inline(always)]
-fn row_lanes<S: Simd, C: Code>(
-    simd: S,
-    matrix: &Encoded<'_>,
-    groups: Option<&Groups<'_>>,
-    [first, count]: [usize; 2],
-    x: &[Block],
-) -> [S::F; GROUP_ROWS] {
-    let row_bytes = matrix.format.row_bytes(matrix.cols);
-    let bytes = &matrix.weights[first * row_bytes..(first + count) * row_bytes];
-    let pairs = groups.and_then(|groups| groups.pairs(first..first + count));
-    for line in pairs.unwrap_or_default().chunks(64 / size_of::<[u8; 8]>()) {
-        simd.prefetch(line.as_ptr().cast::<u8>().wrapping_add(PAIRS_AHEAD_BYTES));
-    }
-    let whole = matrix.cols / BLOCK;
-    let rows = GroupedRows { bytes, row_bytes, first, groups, pairs, x };
-    let mut lanes = [simd.splat(0.0); GROUP_ROWS];
-    for start in (0..x.len()).step_by(RESIDENT_BLOCKS) {
-        let end = (start + RESIDENT_BLOCKS).min(x.len());
-        let ahead = (x.len() > RESIDENT_BLOCKS).then(|| match end == x.len() {
-            true => GROUP_ROWS * row_bytes - start * C::BLOCK_BYTES,
-            false => RESIDENT_BLOCKS * C::BLOCK_BYTES,
-        });
-        let blocks = start..end.min(whole);
-        let mut i = 0;
-        while i < count {
-            if S::WIDE && count - i >= 2 {
-                let pair = [lanes[i], lanes[i + 1]];
-                [lanes[i], lanes[i + 1]] =
-                    rows.add::<S, C, 2>(simd, i, blocks.clone(), ahead, pair);
-                i += 2;
-            } else {
-                [lanes[i]] = rows.add::<S, C, 1>(simd, i, blocks.clone(), ahead, [lanes[i]]);
-                i += 1;
-            }
-        }
-    }
-    if whole < x.len() {
-        for (i, lanes) in lanes.iter_mut().enumerate().take(count) {
-            *lanes = rows.add_ragged::<S, C>(simd, i, whole, *lanes);
-        }
-    }
-    lanes
+/// A product with few rows of activations.
+struct FewRows<'a> {
+    matrix: Encoded<'a>,
+    groups: Option<&'a Groups<'a>>,
+    x: &'a Activations,
 }
 
-/// Weight rows that follow each other, and one activation row.
-struct GroupedRows<'a> {
+impl FewRows<'_> {
+    /// Sums of a group of weight rows with the activations `tokens`; `finish` gets those of each,
+    /// counted from `at`.
+    #[inline(always)]
+    fn sums<S: Simd, C: Code, const T: usize>(
+        &self,
+        simd: S,
+        group: Range<usize>,
+        tokens: [u32; T],
+        at: usize,
+        finish: &mut impl FnMut(usize, [f32; GROUP_ROWS]),
+    ) {
+        let lanes = self.lanes::<S, C, T>(simd, group, tokens);
+        for t in 0..T {
+            let mut sums = [0.0; GROUP_ROWS];
+            for (i, sums) in sums.as_chunks_mut().0.iter_mut().enumerate() {
+                let mut four = [simd.splat(0.0); 4];
+                for (r, four) in four.iter_mut().enumerate() {
+                    *four = lanes[4 * i + r][t];
+                }
+                *sums = simd.lane_sums(four);
+            }
+            finish(at + t, sums);
+        }
+    }
+
+    /// The lanes of up to [`GROUP_ROWS`] weight rows times some activation rows.
+    #[inline(always)]
+    fn lanes<S: Simd, C: Code, const T: usize>(
+        &self,
+        simd: S,
+        group: Range<usize>,
+        tokens: [u32; T],
+    ) -> [[S::F; T]; GROUP_ROWS] {
+        let FewRows { matrix, groups, .. } = *self;
+        let row_bytes = matrix.format.row_bytes(matrix.cols);
+        let bytes = &matrix.weights[group.start * row_bytes..group.end * row_bytes];
+        let pairs = groups.and_then(|groups| groups.pairs(group.clone()));
+        for line in pairs.unwrap_or_default().chunks(64 / size_of::<[u8; 8]>()) {
+            simd.prefetch(line.as_ptr().cast::<u8>().wrapping_add(PAIRS_AHEAD_BYTES));
+        }
+        let (blocks, whole) = (matrix.cols.div_ceil(BLOCK), matrix.cols / BLOCK);
+        let order = if C::ORDER == Order::Natural { Order::Natural } else { Order::Bytes };
+        let mut x = [&[][..]; T];
+        for t in 0..T {
+            x[t] = self.x.blocks(order, tokens[t] as usize);
+        }
+        let (first, count) = (group.start, group.len());
+        let rows = GroupedRows { bytes, row_bytes, first, groups, pairs, x };
+        let mut lanes = [[simd.splat(0.0); T]; GROUP_ROWS];
+        let resident = RESIDENT_BLOCKS / T;
+        for start in (0..blocks).step_by(resident) {
+            let end = (start + resident).min(blocks);
+            let ahead = (blocks > resident).then(|| match end == blocks {
+                true => GROUP_ROWS * row_bytes - start * C::BLOCK_BYTES,
+                false => resident * C::BLOCK_BYTES,
+            });
+            let part = start..end.min(whole);
+            let mut i = 0;
+            while i < count {
+                if S::WIDE && count - i >= 2 {
+                    let pair = [lanes[i], lanes[i + 1]];
+                    [lanes[i], lanes[i + 1]] =
+                        rows.add::<S, C, 2>(simd, i, part.clone(), ahead, pair);
+                    i += 2;
+                } else {
+                    [lanes[i]] = rows.add::<S, C, 1>(simd, i, part.clone(), ahead, [lanes[i]]);
+                    i += 1;
+                }
+            }
+        }
+        if whole < blocks {
+            for (i, lanes) in lanes.iter_mut().enumerate().take(count) {
+                *lanes = rows.add_ragged::<S, C>(simd, i, whole, *lanes);
+            }
+        }
+        lanes
+    }
+}
+
+/// Weight rows that follow each other, and some activation rows.
+struct GroupedRows<'a, const T: usize> {
     bytes: &'a [u8],
     row_bytes: usize,
     /// The first of them in its matrix.
@@ -271,10 +323,10 @@ struct GroupedRows<'a> {
     groups: Option<&'a Groups<'a>>,
     /// Their scales, if those are pairs.
     pairs: Option<&'a [[u8; 8]]>,
-    x: &'a [Block],
+    x: [&'a [Block]; T],
 }
 
-impl GroupedRows<'_> {
+impl<const T: usize> GroupedRows<'_, T> {
     /// Adds whole blocks of `R` rows from the i-th on to their lanes; activations are in
     /// registers once for all. `ahead`: how far behind these blocks a row's turn goes on, if not
     /// as memory does.
@@ -285,8 +337,8 @@ impl GroupedRows<'_> {
         i: usize,
         blocks: Range<usize>,
         ahead: Option<usize>,
-        lanes: [S::F; R],
-    ) -> [S::F; R] {
+        lanes: [[S::F; T]; R],
+    ) -> [[S::F; T]; R] {
         // One loop for each, so that none keeps its sums in memory for the sake of another.
         match (self.groups, self.pairs) {
             (None, _) => self.add_blocks::<S, C, R, BY_ROW>(simd, i, blocks, ahead, lanes),
@@ -303,9 +355,12 @@ impl GroupedRows<'_> {
         i: usize,
         blocks: Range<usize>,
         ahead: Option<usize>,
-        lanes: [S::F; R],
-    ) -> [S::F; R] {
-        let (mut lanes, x) = (lanes, &self.x[blocks.clone()]);
+        lanes: [[S::F; T]; R],
+    ) -> [[S::F; T]; R] {
+        let (mut lanes, mut x) = (lanes, self.x);
+        for x in &mut x {
+            *x = &x[blocks.clone()];
+        }
         let (mut rows, mut pairs) = ([&[][..]; R], [&[][..]; R]);
         for r in 0..R {
             let bytes = &self.bytes[(i + r) * self.row_bytes..][..self.row_bytes];
@@ -313,7 +368,7 @@ impl GroupedRows<'_> {
             if SCALING == BY_PAIR {
                 let per_row = C::blocks(bytes).len();
                 let all = self.pairs.expect("this scaling has them");
-                pairs[r] = &all[(i + r) * per_row + blocks.start..][..x.len()];
+                pairs[r] = &all[(i + r) * per_row + blocks.start..][..blocks.len()];
             }
         }
         // Memory is asked for in its own order, whichever rows it belongs to, or in the rows'.
@@ -326,7 +381,7 @@ impl GroupedRows<'_> {
             };
         }
         let step = if ahead.is_some() { C::BLOCK_BYTES } else { R * C::BLOCK_BYTES };
-        for (b, x) in x.iter().enumerate() {
+        for b in 0..blocks.len() {
             for next in &mut next {
                 for line in 0..C::BLOCK_BYTES.div_ceil(64) {
                     simd.prefetch(next.wrapping_add(64 * line));
@@ -341,7 +396,10 @@ impl GroupedRows<'_> {
                     }
                     _ => None,
                 };
-                lanes[r] = add_block::<S, C>(simd, lanes[r], scale, rows[r][b].as_ref(), x);
+                for t in 0..T {
+                    let (lanes, bytes) = (&mut lanes[r][t], rows[r][b].as_ref());
+                    *lanes = add_block::<S, C>(simd, *lanes, scale, bytes, &x[t][b]);
+                }
             }
         }
         lanes
@@ -349,7 +407,13 @@ impl GroupedRows<'_> {
 
     /// Adds the last block `b` of the i-th row, whose bytes do not fill it, to its lanes.
     #[inline(always)]
-    fn add_ragged<S: Simd, C: Code>(&self, simd: S, i: usize, b: usize, lanes: S::F) -> S::F {
+    fn add_ragged<S: Simd, C: Code>(
+        &self,
+        simd: S,
+        i: usize,
+        b: usize,
+        mut lanes: [S::F; T],
+    ) -> [S::F; T] {
         let mut padded = [0; 128];
         let row = &self.bytes[i * self.row_bytes..][..self.row_bytes];
         let bytes = block_bytes(row, b, C::BLOCK_BYTES, &mut padded);
@@ -357,7 +421,10 @@ impl GroupedRows<'_> {
             Some(groups) => Some(groups.lanes(simd, self.first + i, b)),
             None => None,
         };
-        add_block::<S, C>(simd, lanes, scale, bytes, &self.x[b])
+        for t in 0..T {
+            lanes[t] = add_block::<S, C>(simd, lanes[t], scale, bytes, &self.x[t][b]);
+        }
+        lanes
     }
 }
 
