@@ -275,13 +275,13 @@ impl<T> Queue<T> {
             };
             drop(jobs);
             let step = catch_unwind(AssertUnwindSafe(|| job(name.is_some()))).transpose();
-            let is_over = step.is_some();
+            jobs = lock(&self.jobs);
+            jobs.end(name, step.is_none().then_some(job));
+            // Not before the end: whoever has the result may give another job the same name.
             if let Some(result) = step {
                 lock(&self.results).push_back(result);
                 self.ended.notify_one();
             }
-            jobs = lock(&self.jobs);
-            jobs.end(name, (!is_over).then_some(job));
             // Another thread may have left the next one alone.
             if name.is_some() && !jobs.later.is_empty() {
                 self.more.notify_one();
@@ -305,6 +305,7 @@ impl<T> Drop for Readers<T> {
 mod tests {
     use super::*;
     use std::cell::Cell;
+    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
     /// Returns at most 7 bytes a call and is interrupted before each of them.
     struct Choppy<'a> {
@@ -431,6 +432,29 @@ mod tests {
         let order = [0; 3].map(|_| readers.take());
         assert_eq!(order, [vec![], vec![true, true, false], vec![false]]);
         assert!(readers.busy() > Duration::ZERO);
+    }
+
+    /// Whoever has its result may ask for the same again at once, and hurry that. Another thread
+    /// makes the readers wait for their turn to note the end.
+    #[test]
+    fn a_job_whose_result_is_there_no_longer_counts_as_running() {
+        let readers = Readers::new(2).unwrap();
+        let is_over = AtomicBool::new(false);
+        let mut running = 0;
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Relaxed) {
+                    readers.busy();
+                }
+            });
+            for i in 0..2000 {
+                readers.submit_later(7, move |_| Some(i));
+                assert_eq!(readers.take(), i);
+                running += lock(&readers.queue.jobs).later_running.len();
+            }
+            is_over.store(true, Relaxed);
+        });
+        assert_eq!(running, 0);
     }
 
     #[test]

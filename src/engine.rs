@@ -527,7 +527,6 @@ impl Session<'_> {
         let Engine { model, runtime, .. } = engine;
         let mut runtime = runtime.lock().unwrap_or_else(PoisonError::into_inner);
         head.input.clone_from(&head.hidden);
-        head.assumed = Some(batch[0]);
         for i in 0..count {
             let keeps_selection = i > 0 && model.config.index_share_for_mtp_iteration;
             let row = head.rows + i;
@@ -536,6 +535,7 @@ impl Session<'_> {
             model.logits(0..1, row, &mut runtime, &mut self.logits)?;
             batch.push(argmax(&self.logits)?);
         }
+        head.assumed = Some(batch[0]);
         Ok(Some(Source::Head))
     }
 
@@ -555,14 +555,13 @@ impl Session<'_> {
             return Ok(());
         }
         let mut runtime = runtime.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = &tokens[head.rows + 1..];
-        let chunks = known.chunks(options.chunk_rows);
-        for (tokens, hidden) in chunks.zip(head.hidden.chunks(options.chunk_rows * width)) {
-            let hidden = &hidden[..tokens.len() * width];
-            model.absorb(tokens, head.rows, hidden, kv, &mut runtime)?;
+        // What a chunk was handed for is done with, also when the next one fails.
+        for tokens in tokens[head.rows + 1..].chunks(options.chunk_rows) {
+            let hidden = tokens.len() * width;
+            model.absorb(tokens, head.rows, &head.hidden[..hidden], kv, &mut runtime)?;
             head.rows += tokens.len();
+            head.hidden.drain(..hidden);
         }
-        head.hidden.drain(..count * width);
         Ok(())
     }
 

@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::safetensors::Directory;
 use crate::sys::{Arena, Region};
 use crate::weights::{Expert, ExpertSource, Progress};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 mod pins;
@@ -88,10 +89,12 @@ impl Source {
             let bytes_max = if can_wait { STEP_BYTES } else { usize::MAX };
             let expert = &self.experts[self.id.1];
             let room = memory.as_mut().expect("a job that ended has no further step");
-            let read = expert.read_on(&self.directory, room, &mut progress, bytes_max);
-            let result = match read {
-                Ok(false) => return None,
-                read => read.map(|_| ()),
+            let read = || expert.read_on(&self.directory, room, &mut progress, bytes_max);
+            // Whoever waits for a result gets one.
+            let result = match catch_unwind(AssertUnwindSafe(read)) {
+                Ok(Ok(false)) => return None,
+                Ok(read) => read.map(|_| ()),
+                Err(_) => Err(Error::new(format!("{}: the read panicked", expert.gate.name))),
             };
             Some(Arrival { source: self.clone(), memory: memory.take()?, result })
         }

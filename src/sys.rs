@@ -8,10 +8,11 @@ use crate::bail;
 use crate::error::Result;
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_char};
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -289,12 +290,14 @@ pub fn forget_cached(file: &File, offset: u64, bytes: usize) {
 }
 
 /// Replaces a file by `bytes`, as one step: whatever happens, the old file or the new one is there.
-/// The error lacks the path.
+/// The new one is written as `NAME.tmp`: a writer that is killed leaves no more than that behind,
+/// and the next one uses it. The error lacks the path.
 pub fn replace_file(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_os_string();
-    name.push(format!(".{}.tmp", std::process::id()));
+    name.push(".tmp");
     let new = path.with_file_name(name);
-    let replaced = File::create(&new).and_then(|mut file| {
+    let mut file = create_locked(&new)?;
+    let replaced = file.set_len(0).and_then(|()| {
         file.write_all(bytes)?;
         file.sync_all()?;
         std::fs::rename(&new, path)
@@ -304,6 +307,20 @@ pub fn replace_file(path: &Path, bytes: &[u8]) -> Result<()> {
         let _ = std::fs::remove_file(&new);
     }
     Ok(replaced?)
+}
+
+/// Opens the file at `path`, maybe a new one, for one writer: others wait until it is closed.
+fn create_locked(path: &Path) -> std::io::Result<File> {
+    let identity = |file: Metadata| (file.dev(), file.ino());
+    loop {
+        let file = File::options().write(true).create(true).truncate(false).open(path)?;
+        file.lock()?;
+        // The writer before may have renamed what was opened here; then it is no longer ours.
+        let opened = identity(file.metadata()?);
+        if std::fs::metadata(path).is_ok_and(|found| identity(found) == opened) {
+            return Ok(file);
+        }
+    }
 }
 
 /// Bytes that drives delivered for this process so far, where the system says so.

@@ -243,7 +243,8 @@ impl Observer for Watch<'_> {
             note(&format!("coli: {text}\n"));
         }
         // Asked between layers: what was routed before is one visit.
-        self.trace.as_mut().is_some_and(Writer::end_visit) || sys::interrupted()
+        self.trace.iter_mut().for_each(Writer::end_visit);
+        sys::interrupted()
     }
 }
 

@@ -133,14 +133,14 @@ fn run(args: &Args) -> Result<()> {
     save_usage(usage, &engine);
     // A turn that failed or was interrupted as well: what it computed need not be computed again.
     let saved = file.map_or(Ok(()), |file| session.save(file).map(|_| ()));
-    let finish = match watch.end_trace().and(result) {
-        Ok(finish) => finish,
-        Err(error) => {
-            // What was said so far stays on lines of its own.
-            show(if new_ids.is_empty() { "" } else { "\n" })?;
-            return Err(error);
-        }
-    };
+    // What was said before a failure stays on lines of its own.
+    show(if result.is_err() && !new_ids.is_empty() { "\n" } else { "" })?;
+    // A trace that is not whole takes nothing from the reply.
+    let traced = watch.end_trace();
+    if let (Err(_), Err(error)) = (&result, &traced) {
+        note(&format!("coli: {error}\n"));
+    }
+    let finish = result?;
     let total_s = start.elapsed().as_secs_f64();
     let prefill_s = first_s.unwrap_or(total_s);
     if let Some(reply) = &mut reply {
@@ -149,7 +149,7 @@ fn run(args: &Args) -> Result<()> {
     let timings = Timings { load_s, prefill_s, decode_s: total_s - prefill_s };
     let (prompt_tokens, drafts) = (prompt.len(), session.draft_counters());
     let done = Done { prompt_tokens, new_ids, reply, finish, drafts, timings };
-    print_done(args, &engine, &done).and(saved)
+    print_done(args, &engine, &done).and(traced).and(saved)
 }
 
 /// What is printed behind the text of the reply, or instead of it.

@@ -187,11 +187,11 @@ impl Writer {
         experts.for_each(|e| self.counts[e as usize] += 1);
     }
 
-    /// Writes the visit, if there was one. True: the file has failed, and the run may end.
-    pub fn end_visit(&mut self) -> bool {
+    /// Writes the visit, if there was one. What fails is said by [`Writer::finish`].
+    pub fn end_visit(&mut self) {
         let (layer, rows) = std::mem::take(&mut self.visit);
         if rows == 0 {
-            return self.failure.is_some();
+            return;
         }
         let mut counts = std::mem::take(&mut self.counts);
         self.write(format_args!("{layer} {rows}"));
@@ -203,7 +203,6 @@ impl Writer {
         }
         self.write(format_args!("\n"));
         self.counts = counts;
-        self.failure.is_some()
     }
 
     /// Writes what is left. Error: some part could not be written, with the file.
