@@ -16,10 +16,7 @@ fn main() -> ExitCode {
     match colibri::cli::main(&words) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Names out of untrusted files must not control the terminal.
-            let is_unsafe = |c: char| c.is_control() && c != '\n';
-            let text = error.to_string().replace(is_unsafe, "\u{fffd}");
-            colibri::cli::note(&format!("coli: {text}\n"));
+            colibri::cli::note_error(&error);
             ExitCode::from(error.exit_code())
         }
     }

@@ -72,6 +72,11 @@ impl<'a> Reply<'a> {
         self.scanner.stopped()
     }
 
+    /// Whether what comes next is still reasoning.
+    pub fn is_thinking(&self) -> bool {
+        self.thinking
+    }
+
     /// Ends the reply and returns the last text to show.
     pub fn finish(&mut self, finish: Finish) -> String {
         let rest = self.decoder.finish().to_string();

@@ -28,6 +28,8 @@ const MAP_PRIVATE_ANONYMOUS: i32 = 0x22;
 const MADV_HUGEPAGE: i32 = 14;
 const POSIX_FADV_DONTNEED: i32 = 4;
 
+const POLLIN: i16 = 1;
+
 const W_OK: i32 = 2;
 const RLIMIT_NOFILE: i32 = 7;
 
@@ -37,6 +39,7 @@ unsafe extern "C" {
     fn munmap(addr: *mut u8, bytes: usize) -> i32;
     fn madvise(addr: *mut u8, bytes: usize, advice: i32) -> i32;
     fn posix_fadvise(file: i32, offset: i64, bytes: i64, advice: i32) -> i32;
+    fn poll(files: *mut PollFd, count: u64, milliseconds: i32) -> i32;
     fn access(path: *const c_char, mode: i32) -> i32;
     fn statvfs(path: *const c_char, buffer: *mut [u64; STATVFS_WORDS]) -> i32;
     fn getrlimit(resource: i32, limit: *mut [u64; 2]) -> i32;
@@ -61,6 +64,28 @@ pub fn catch_interrupts() {
 /// Whether SIGINT has arrived.
 pub fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
+}
+
+/// Forgets a SIGINT that has arrived: the next one only sets the flag again.
+pub fn clear_interrupt() {
+    INTERRUPTED.store(false, Ordering::Relaxed);
+    catch_interrupts();
+}
+
+/// `struct pollfd`.
+#[repr(C)]
+struct PollFd {
+    file: i32,
+    wanted: i16,
+    found: i16,
+}
+
+/// Whether standard input has something to read, or has ended, within so many milliseconds; −1
+/// waits without end. A signal ends the wait too: reading itself would go on waiting.
+pub fn wait_for_stdin(milliseconds: i32) -> bool {
+    let mut file = PollFd { file: 0, wanted: POLLIN, found: 0 };
+    // SAFETY: one structure, which poll(2) only reads and writes while it runs.
+    unsafe { poll(&mut file, 1, milliseconds) > 0 }
 }
 
 /// Lets a closed pipe end the process quietly, as command-line tools do (`coli … | head`).

@@ -31,6 +31,7 @@ pub const VERB: Verb = Verb {
         load::MODEL_FLAGS,
         load::PLAN_FLAGS,
         load::FLAGS,
+        &[super::JSON],
         &[
             Flag::value("--decode", "N", "tokens to decode per round (default 32, 0 for none)"),
             Flag::value("--depth", "N", "tokens of context before the first decoded one"),

@@ -36,6 +36,7 @@ pub const VERB: Verb = Verb {
         load::PLAN_FLAGS,
         &[Flag::switch("--deep", "also run the first token, and measure the drive at depth")],
         load::FLAGS,
+        &[super::JSON],
     ],
     run,
 };

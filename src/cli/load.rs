@@ -8,9 +8,10 @@ use crate::config::Config;
 use crate::cpu::Isa;
 use crate::disk::Direct;
 use crate::draft::DRAFTS_MAX;
-use crate::engine::{Engine, Options};
+use crate::engine::{Engine, Options, Restored};
 use crate::error::{Context, Error, Result};
 use crate::experts::trace::{Shape, Writer};
+use crate::experts::usage;
 use crate::json::{Value, to_compact};
 use crate::model::Observer;
 use crate::plan::{Limit, gb};
@@ -18,6 +19,7 @@ use crate::safetensors::Directory;
 use crate::sys;
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 /// Flags that say where the shards are.
 pub const MODEL_FLAGS: &[Flag] = &[
@@ -50,7 +52,6 @@ pub const FLAGS: &[Flag] = &[
         .repeated(),
     Flag::value("--draft", "N", "drafts of each pass (default: what pays; 0: none)")
         .or_env("DRAFT"),
-    super::JSON,
 ];
 
 /// `--pin`, of the verbs that run for a person or plan such a run.
@@ -60,6 +61,14 @@ pub const PIN: Flag = Flag::value(
     "expert memory that the most used of earlier runs keep (default 0: they only start ahead)",
 )
 .or_env("PIN_GB");
+
+/// Flags of the verbs that learn from run to run which experts are used.
+pub const LEARN_FLAGS: &[Flag] = &[
+    Flag::value("--usage", "FILE", "which experts were used, learned from run to run; off: no")
+        .or_env("COLI_USAGE"),
+    PIN,
+    Flag::value("--repin", "N", "choose what is pinned anew after N tokens (default 0: never)"),
+];
 
 /// The directories of a flag: separated by commas or semicolons, or one each time it is given.
 fn dirs(args: &Args, name: &str) -> Vec<PathBuf> {
@@ -102,6 +111,9 @@ pub fn options(args: &Args) -> Result<Options> {
     }
     let pin_gb: f64 = args.number("--pin", 0.0..=1e6)?.unwrap_or(0.0);
     options.pin_bytes = (pin_gb * 1e9).round() as usize;
+    if args.has("--repin") && !args.has("--pin") {
+        return Err(Error::usage("--repin needs a --pin"));
+    }
     options.repin_tokens = args.number("--repin", 0..=usize::MAX)?.unwrap_or(0);
     Ok(options)
 }
@@ -135,6 +147,11 @@ impl Setup<'_> {
     /// Reads experts around the page cache, which would hide the drive.
     pub fn read_direct(&mut self) {
         self.options.direct = Direct::On;
+    }
+
+    /// Positions of the context.
+    pub fn ctx_tokens(&self) -> usize {
+        self.options.ctx_tokens
     }
 
     /// Refuses tokens that cannot be run: none, too many for the context, or an id outside the
@@ -174,6 +191,37 @@ impl Setup<'_> {
     }
 }
 
+/// Starts from what earlier runs learned; returns the file to write what this one adds.
+pub fn open_usage(args: &Args, engine: &Engine) -> Option<PathBuf> {
+    let path = match args.get("--usage") {
+        Some("off") => return None,
+        Some(file) => file.into(),
+        None => Path::new(args.get("--model")?).join(usage::FILE_NAME),
+    };
+    if let Err(error) = engine.load_usage(&path) {
+        note(&format!("coli: {error}; the run goes on without, and leaves the file alone\n"));
+        return None;
+    }
+    // As for the C engine: the file is only read.
+    (std::env::var("USAGE_SAVE").as_deref() != Ok("0")).then_some(path)
+}
+
+/// Writes what was learned; a run does not fail by it.
+pub fn save_usage(file: Option<PathBuf>, engine: &Engine) {
+    let saved = file.map_or(Ok(()), |file| engine.save_usage(&file));
+    saved.unwrap_or_else(|error| note(&format!("coli: {error}; what was learned is lost\n")));
+}
+
+/// What a person should know who goes on with a saved session.
+pub fn resumed(file: &Path, restored: &Restored) -> String {
+    let age_s = restored.age.as_secs();
+    let units = [("days", 86_400), ("hours", 3600), ("minutes", 60)];
+    let fits = units.into_iter().find(|(_, seconds)| age_s >= 2 * seconds);
+    let (unit, seconds) = fits.unwrap_or(("seconds", 1));
+    let (file, tokens, age) = (file.display(), restored.tokens, age_s / seconds);
+    format!("{file}: resumes {tokens} tokens saved {age} {unit} ago")
+}
+
 /// Stops the forward pass between layers once SIGINT arrived; shows the progress of a prompt, and
 /// says which mirrors failed. Writes a trace if it is told to.
 pub struct Watch<'a> {
@@ -184,7 +232,8 @@ pub struct Watch<'a> {
     layers: usize,
     /// Of all tokens, what position 0 is.
     start: usize,
-    position: usize,
+    /// Layers that are done, of all positions together.
+    steps: usize,
 }
 
 impl<'a> Watch<'a> {
@@ -192,7 +241,13 @@ impl<'a> Watch<'a> {
     pub fn new(engine: &'a Engine, tokens: usize) -> Watch<'a> {
         let layers = engine.config().num_layers;
         let bar = Bar::new("running");
-        Watch { engine, trace: None, bar, tokens, layers, start: 0, position: 0 }
+        Watch { engine, trace: None, bar, tokens, layers, start: 0, steps: 0 }
+    }
+
+    /// The first `kept` positions are in the cache already.
+    pub fn keep(&mut self, kept: usize) {
+        self.steps = kept.min(self.tokens) * self.layers;
+        self.bar.first_step = self.steps;
     }
 
     /// Writes the routing of all passes to a file from now on. Errors name it.
@@ -211,6 +266,7 @@ impl<'a> Watch<'a> {
     /// Position 0 of the next pass is this one of all tokens.
     pub fn start_at(&mut self, start: usize) {
         self.start = start;
+        self.steps = start * self.layers;
     }
 
     /// Removes the progress line.
@@ -221,13 +277,11 @@ impl<'a> Watch<'a> {
 
 impl Observer for Watch<'_> {
     fn hidden(&mut self, layer: usize, position: usize, _hidden: &[f32]) {
-        let position = self.start + position;
-        // Only the last layer tells that a position is done.
         // Positions behind the prompt are the reply's: its text owns the line by then.
-        if layer == self.layers && position >= self.position && position < self.tokens {
-            self.position = position + 1;
-            let (done, all) = (self.position.min(self.tokens), self.tokens);
-            self.bar.show(done, all, || format!("{done} of {all} tokens"));
+        if (1..=self.layers).contains(&layer) && self.start + position < self.tokens {
+            self.steps += 1;
+            let all = self.tokens * self.layers;
+            self.bar.show(self.steps.min(all), all, || format!("{} tokens", self.tokens));
         }
     }
 
@@ -253,19 +307,26 @@ struct Bar {
     label: &'static str,
     on_terminal: bool,
     shown_percent: Option<usize>,
+    start: Instant,
+    /// What was done at the start.
+    first_step: usize,
 }
 
 impl Bar {
     fn new(label: &'static str) -> Bar {
-        Bar { label, on_terminal: std::io::stderr().is_terminal(), shown_percent: None }
+        let on_terminal = std::io::stderr().is_terminal();
+        Bar { label, on_terminal, shown_percent: None, start: Instant::now(), first_step: 0 }
     }
 
-    /// Redraws when another percent is done.
+    /// Redraws when another percent is done, with the time that the rest will take at this pace.
     fn show(&mut self, done: usize, all: usize, text: impl FnOnce() -> String) {
         let percent = (done as u128 * 100 / all.max(1) as u128) as usize;
         if self.on_terminal && self.shown_percent != Some(percent) {
             self.shown_percent = Some(percent);
-            note(&format!("\r\x1b[K{} {percent} % ({})", self.label, text()));
+            let step_s =
+                self.start.elapsed().as_secs_f64() / (done - self.first_step).max(1) as f64;
+            let left_s = step_s * (all - done) as f64;
+            note(&format!("\r\x1b[K{} {percent} % ({}), {left_s:.0} s left", self.label, text()));
         }
     }
 
@@ -289,6 +350,18 @@ pub fn read_text(path: &str, bytes_max: usize) -> Result<String> {
     String::from_utf8(bytes).map_err(|e| {
         Error::new(format!("{path}: not UTF-8 at byte {}", e.utf8_error().valid_up_to()))
     })
+}
+
+/// A chat request of messages, each a role and its text.
+pub fn request(messages: &[(&str, &str)], thinking: bool) -> Value {
+    let string = |text: &str| Value::String(text.into());
+    let message = |(role, text): &(&str, &str)| {
+        object(vec![("role", string(role)), ("content", string(text))])
+    };
+    object(vec![
+        ("messages", Value::Array(messages.iter().map(message).collect())),
+        ("enable_thinking", Value::Bool(thinking)),
+    ])
 }
 
 /// Prints one JSON object and a newline to stdout.

@@ -22,6 +22,7 @@ pub const VERB: Verb = Verb {
         load::MODEL_FLAGS,
         load::PLAN_FLAGS,
         load::FLAGS,
+        &[super::JSON],
         &[
             Flag::value("--ids", "1,2,3", "token ids to run"),
             Flag::value("--ref", "FILE", "or a reference file: its full_ids"),

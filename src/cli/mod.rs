@@ -11,6 +11,7 @@ use std::io::Write;
 use std::str::FromStr;
 
 mod bench;
+mod chat;
 mod doctor;
 mod info;
 mod iobench;
@@ -20,6 +21,7 @@ mod oracle;
 mod plan;
 mod render;
 mod run;
+mod sampling;
 mod score;
 mod tokenize;
 mod trace;
@@ -88,6 +90,7 @@ pub struct Verb {
 /// Every verb, in the order of the help text.
 pub const VERBS: &[&Verb] = &[
     &run::VERB,
+    &chat::VERB,
     &oracle::VERB,
     &logits::VERB,
     &tokenize::VERB,
@@ -259,6 +262,13 @@ pub fn note(text: &str) {
     let _ = std::io::stderr().lock().write_all(text.as_bytes());
 }
 
+/// An error, as a note.
+pub fn note_error(error: &Error) {
+    // Names out of untrusted files must not control the terminal.
+    let is_unsafe = |c: char| c.is_control() && c != '\n';
+    note(&format!("coli: {}\n", error.to_string().replace(is_unsafe, "\u{fffd}")));
+}
+
 /// The program's own help text.
 fn overview() -> String {
     let mut text = String::from(
@@ -348,7 +358,7 @@ mod tests {
         for (typed, expected) in [
             ("logit", "unknown verb \"logit\", did you mean logits? (see coli --help)"),
             ("--verison", "unknown flag \"--verison\", did you mean --version? (see coli --help)"),
-            ("chat", "unknown verb \"chat\" (see coli --help)"),
+            ("sing", "unknown verb \"sing\" (see coli --help)"),
             ("help lgits", "unknown verb \"lgits\", did you mean logits? (see coli --help)"),
             ("run --temperature 1", "run: unknown flag --temperature, did you mean --temp?"),
             ("run --max-tokens 1", "run: unknown flag --max-tokens"),

@@ -30,6 +30,7 @@ pub const VERB: Verb = Verb {
         load::MODEL_FLAGS,
         load::PLAN_FLAGS,
         load::FLAGS,
+        &[super::JSON],
         &[
             Flag::value("--ref", "FILE", "prompt_ids, full_ids, tf_pred (default: MODEL/ref.json)"),
             Flag::value("--logits", "FILE", "raw little-endian f32 [T, V] to compare with"),

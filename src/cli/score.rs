@@ -35,6 +35,7 @@ pub const VERB: Verb = Verb {
         load::MODEL_FLAGS,
         load::PLAN_FLAGS,
         load::FLAGS,
+        &[super::JSON],
         &[
             Flag::value("--text", "FILE", "UTF-8 text: negative log-likelihood and perplexity"),
             Flag::value("--window", "N", "tokens the model sees at once (default: the context)"),

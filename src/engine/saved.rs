@@ -85,6 +85,11 @@ impl Session<'_> {
         Ok(Saved { tokens: self.tokens.len(), bytes_written })
     }
 
+    /// Lets go of the file that it was restored from or saved to last: others may have it then.
+    pub fn release_file(&mut self) {
+        self.journal = None;
+    }
+
     fn save_file(&mut self, path: &Path) -> Result<u64> {
         if self.tokens.is_empty() {
             return Ok(0);
@@ -107,8 +112,9 @@ impl Session<'_> {
         if tokens.is_empty() {
             return 0;
         }
-        let count = from.kept(tokens, tokens.len() - 1);
-        if count > self.kept(tokens, tokens.len() - 1) {
+        let most = tokens.len() - 1;
+        let count = from.kept(tokens, most);
+        if count > self.kept(tokens, most) {
             self.kv.copy_from(&from.kv, count);
             self.tokens.clear();
             self.tokens.extend_from_slice(&from.tokens[..count]);
