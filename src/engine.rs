@@ -45,6 +45,8 @@ pub struct Options {
     pub mirrors: Vec<PathBuf>,
     /// Positions that one session can hold.
     pub ctx_tokens: usize,
+    /// Sessions that there is memory for.
+    pub sessions: usize,
     /// Rows of one prefill batch.
     pub chunk_rows: usize,
     /// Memory for routed experts.
@@ -70,6 +72,7 @@ impl Default for Options {
             model_dirs: Vec::new(),
             mirrors: Vec::new(),
             ctx_tokens: 4096,
+            sessions: 1,
             chunk_rows: 256,
             limit: Limit::Available,
             threads: cpu::default_threads(),
@@ -93,7 +96,7 @@ impl Options {
     ) -> Result<Plan> {
         let index_layers = weights.index_layers();
         let context_bytes = |tokens| {
-            let kv_bytes = KvCache::bytes(config, &index_layers, tokens);
+            let kv_bytes = self.sessions * KvCache::bytes(config, &index_layers, tokens);
             // A pass that checks drafts has as many rows at least.
             let rows = self.chunk_rows.max(1 + DRAFTS_MAX);
             let head_bytes = 4 * (rows + ABSORB_ROWS) * config.hidden_size;
@@ -383,6 +386,11 @@ impl Session<'_> {
         self.engine
     }
 
+    /// Forgets everything.
+    pub fn clear(&mut self) {
+        self.truncate(0);
+    }
+
     /// Committed tokens.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
@@ -401,7 +409,7 @@ impl Session<'_> {
             let chunk = &rest[..rest.len().min(self.engine.options.chunk_rows)];
             let is_last = chunk.len() == rest.len();
             let wanted = if is_last { chunk.len() - 1..chunk.len() } else { 0..0 };
-            self.forward(chunk, wanted, observer, |_, _| Ok(()))?;
+            self.forward(chunk, wanted, observer, |_, _, _| Ok(()))?;
             self.absorb(ABSORB_ROWS)?;
         }
         Ok(&self.logits)
@@ -444,7 +452,9 @@ impl Session<'_> {
         chooser.start_reply(prompt.len());
         let room = self.kv.capacity_tokens();
         if new_tokens > 0 {
-            let first = chooser.choose(self.advance(&tokens, observer)?, &tokens)?;
+            let logits = self.advance(&tokens, observer)?;
+            let first = chooser.choose(logits, &tokens)?;
+            observer.chosen(first, logits);
             tokens.push(first);
         }
         for told in prompt.len()..prompt.len() + new_tokens {
@@ -483,9 +493,10 @@ impl Session<'_> {
         let guessing = start.elapsed();
         let batch = std::mem::take(&mut self.batch);
         let mut is_right = true;
-        self.forward(&batch, 0..batch.len(), observer, |row, logits| {
+        self.forward(&batch, 0..batch.len(), observer, |row, logits, observer| {
             if is_right {
                 let token = chooser.choose(logits, tokens)?;
+                observer.chosen(token, logits);
                 is_right = batch.get(row + 1) == Some(&token);
                 tokens.push(token);
             }
@@ -594,7 +605,7 @@ impl Session<'_> {
         self.truncate(self.kept(tokens, first));
         for chunk in tokens[self.tokens.len()..].chunks(self.engine.options.chunk_rows) {
             let unwanted = first.saturating_sub(self.tokens.len()).min(chunk.len());
-            self.forward(chunk, unwanted..chunk.len(), observer, |_, logits| sink(logits))?;
+            self.forward(chunk, unwanted..chunk.len(), observer, |_, logits, _| sink(logits))?;
             self.absorb(ABSORB_ROWS)?;
         }
         Ok(())
@@ -612,13 +623,14 @@ impl Session<'_> {
     }
 
     /// One batch behind the committed tokens; commits it. The logits of its rows `wanted` go to
-    /// `sink` one after the other, with the row, and those of the last stay in `self.logits`.
+    /// `sink` one after the other, with the row and the observer, and those of the last stay in
+    /// `self.logits`.
     fn forward(
         &mut self,
         batch: &[u32],
         wanted: Range<usize>,
         observer: &mut dyn Observer,
-        mut sink: impl FnMut(usize, &[f32]) -> Result<()>,
+        mut sink: impl FnMut(usize, &[f32], &mut dyn Observer) -> Result<()>,
     ) -> Result<()> {
         let (model, first) = (&self.engine.model, self.tokens.len());
         let mut runtime = self.engine.runtime();
@@ -632,7 +644,7 @@ impl Session<'_> {
             let rows = row..(row + LOGITS_ROWS_MAX).min(wanted.end);
             model.logits(rows.clone(), first, &mut runtime, &mut self.logits)?;
             let logits = self.logits.chunks_exact(model.config.vocab_size);
-            rows.zip(logits).try_for_each(|(row, logits)| sink(row, logits))?;
+            rows.zip(logits).try_for_each(|(row, logits)| sink(row, logits, observer))?;
         }
         let Engine { options, unpinned_tokens, .. } = self.engine;
         let run = unpinned_tokens.fetch_add(batch.len(), Relaxed) + batch.len();

@@ -73,6 +73,29 @@ pub fn parse(bytes: &[u8], limits: Limits) -> Result<Value> {
     Ok(value)
 }
 
+/// An object from its members, in order.
+pub fn object(members: Vec<(&str, Value)>) -> Value {
+    Value::Object(members.into_iter().map(|(key, value)| (key.to_string(), value)).collect())
+}
+
+impl From<&str> for Value {
+    fn from(text: &str) -> Value {
+        Value::String(text.into())
+    }
+}
+
+impl From<usize> for Value {
+    fn from(count: usize) -> Value {
+        Value::Int(count as i64)
+    }
+}
+
+impl<T: Into<Value>> From<Option<T>> for Value {
+    fn from(value: Option<T>) -> Value {
+        value.map_or(Value::Null, T::into)
+    }
+}
+
 impl Value {
     /// The member `key` of an object; `None` for a missing key or another kind.
     pub fn get(&self, key: &str) -> Option<&Value> {

@@ -51,8 +51,10 @@ pub mod sample;
 pub mod state;
 pub mod stop;
 
-// Layer 6, service: framing.
+// Layer 6, service: framing, the shapes of the API, and what answers them.
+pub mod api;
 pub mod http;
+pub mod server;
 
 // Layer 7, top: arguments, one file per verb.
 pub mod cli;

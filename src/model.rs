@@ -33,6 +33,8 @@ pub trait Observer {
     fn kept(&mut self, _layer: usize, _position: usize, _keys: Option<&[u32]>) {}
     /// Drafts that were run behind the first `tokens` positions, and how many of them were right.
     fn drafted(&mut self, _tokens: usize, _drafts: &[u32], _accepted: usize) {}
+    /// `token` was chosen by these logits `[V]`, in the order of the timeline.
+    fn chosen(&mut self, _token: u32, _logits: &[f32]) {}
     /// Asked before each layer: true stops the pass with an error.
     fn interrupted(&mut self) -> bool {
         false

@@ -67,14 +67,14 @@ impl<'a> Reply<'a> {
         safe
     }
 
+    /// Whether the next token belongs to the reasoning.
+    pub fn is_thinking(&self) -> bool {
+        self.thinking
+    }
+
     /// Whether a stop string was completed.
     pub fn stopped(&self) -> bool {
         self.scanner.stopped()
-    }
-
-    /// Whether what comes next is still reasoning.
-    pub fn is_thinking(&self) -> bool {
-        self.thinking
     }
 
     /// Ends the reply and returns the last text to show.

@@ -18,8 +18,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+static TERMINATED: AtomicBool = AtomicBool::new(false);
 
 const SIGINT: i32 = 2;
+const SIGTERM: i32 = 15;
 const SIGPIPE: i32 = 13;
 const SIG_DFL: usize = 0;
 
@@ -46,19 +48,29 @@ unsafe extern "C" {
     fn setrlimit(resource: i32, limit: *const [u64; 2]) -> i32;
 }
 
-extern "C" fn on_interrupt(_signal: i32) {
-    INTERRUPTED.store(true, Ordering::Relaxed);
+extern "C" fn on_signal(number: i32) {
+    let flag = if number == SIGTERM { &TERMINATED } else { &INTERRUPTED };
+    flag.store(true, Ordering::Relaxed);
     // SAFETY: signal(2) is async-signal-safe, and SIG_DFL needs no handler to stay alive. The
-    // next SIGINT then ends the process at once, should the clean stop hang.
-    unsafe { signal(SIGINT, SIG_DFL) };
+    // next signal then ends the process at once, should the clean stop hang.
+    unsafe { signal(number, SIG_DFL) };
+}
+
+fn catch(number: i32) {
+    let handler = on_signal as extern "C" fn(i32);
+    // SAFETY: the handler is a static function with the C signature that signal(2) asks for, and
+    // it only stores to an atomic and calls signal(2).
+    unsafe { signal(number, handler as usize) };
 }
 
 /// From now on the first SIGINT only sets the flag that [`interrupted`] reads.
 pub fn catch_interrupts() {
-    let handler = on_interrupt as extern "C" fn(i32);
-    // SAFETY: the handler is a static function with the C signature that signal(2) asks for, and
-    // it only stores to an atomic and calls signal(2).
-    unsafe { signal(SIGINT, handler as usize) };
+    catch(SIGINT);
+}
+
+/// From now on the first SIGTERM only sets the flag that [`terminated`] reads.
+pub fn catch_terminations() {
+    catch(SIGTERM);
 }
 
 /// Whether SIGINT has arrived.
@@ -86,6 +98,11 @@ pub fn wait_for_stdin(milliseconds: i32) -> bool {
     let mut file = PollFd { file: 0, wanted: POLLIN, found: 0 };
     // SAFETY: one structure, which poll(2) only reads and writes while it runs.
     unsafe { poll(&mut file, 1, milliseconds) > 0 }
+}
+
+/// Whether SIGTERM has arrived.
+pub fn terminated() -> bool {
+    TERMINATED.load(Ordering::Relaxed)
 }
 
 /// Lets a closed pipe end the process quietly, as command-line tools do (`coli … | head`).

@@ -14,7 +14,7 @@ const LAYERS: [&[&str]; 8] = [
     &["weights", "disk", "experts", "plan"],
     &["ops", "kv", "attention", "indexer", "moe", "model"],
     &["grammar", "sample", "stop", "draft", "state", "engine", "chat", "reply"],
-    &["http"],
+    &["http", "api", "server"],
     &["cli"],
 ];
 

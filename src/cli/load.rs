@@ -12,6 +12,7 @@ use crate::engine::{Engine, Options, Restored};
 use crate::error::{Context, Error, Result};
 use crate::experts::trace::{Shape, Writer};
 use crate::experts::usage;
+pub use crate::json::object;
 use crate::json::{Value, to_compact};
 use crate::model::Observer;
 use crate::plan::{Limit, gb};
@@ -142,6 +143,11 @@ impl Setup<'_> {
             options.ctx_tokens = options.ctx_tokens.max(tokens);
         }
         Ok(Setup { dir, config: Config::load(dir)?, options })
+    }
+
+    /// There is memory for this many sessions.
+    pub fn hold_sessions(&mut self, sessions: usize) {
+        self.options.sessions = sessions;
     }
 
     /// Reads experts around the page cache, which would hide the drive.
@@ -367,11 +373,6 @@ pub fn request(messages: &[(&str, &str)], thinking: bool) -> Value {
 /// Prints one JSON object and a newline to stdout.
 pub fn print_json(value: &Value) -> Result<()> {
     print_text(&(to_compact(value) + "\n"))
-}
-
-/// An object from its fields, in order.
-pub fn object(fields: Vec<(&str, Value)>) -> Value {
-    Value::Object(fields.into_iter().map(|(key, value)| (key.to_string(), value)).collect())
 }
 
 /// A count as a JSON integer.

@@ -23,6 +23,7 @@ mod render;
 mod run;
 mod sampling;
 mod score;
+mod serve;
 mod tokenize;
 mod trace;
 
@@ -96,6 +97,7 @@ pub const VERBS: &[&Verb] = &[
     &tokenize::VERB,
     &render::VERB,
     &score::VERB,
+    &serve::VERB,
     &info::VERB,
     &plan::VERB,
     &doctor::VERB,

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test binary uses a part of this file")]
 
+pub mod serve;
+
 use colibri::config::{Config, IndexerKind, MlpKind};
 use colibri::engine::{Engine, Options};
 use colibri::json::{self, Limits, Value};

@@ -1,0 +1,299 @@
+//! Tool calls: from the tokens between the model's markers to a name and JSON arguments.
+//!
+//! A call is `<tool_call>NAME`, then `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>` for each
+//! argument, then `</tool_call>`. Markers are found by token id, so text that spells them out makes
+//! no call. The schema of the tool says what a value is: text stays text where it may be a string,
+//! `007` included; where it may not, or where the schema says nothing, it is JSON if it reads as
+//! JSON of a declared type, else text.
+
+#![forbid(unsafe_code)]
+
+use super::random_hex;
+use crate::bail;
+use crate::error::Result;
+use crate::json::{self, Limits, Value, to_compact};
+use crate::tokenizer::Tokenizer;
+
+/// What a reply may call.
+pub struct Tools {
+    /// Name and schema of its parameters.
+    declared: Vec<(String, Value)>,
+    /// Whether one reply may hold several calls.
+    pub parallel: bool,
+    /// The markers around a call.
+    pub call: [u32; 2],
+    key: [u32; 2],
+    value: [u32; 2],
+}
+
+/// A call.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Call {
+    /// `call_` and 24 hexadecimal digits.
+    pub id: String,
+    /// The function.
+    pub name: String,
+    /// A JSON object.
+    pub arguments: String,
+}
+
+impl Tools {
+    /// The tools of a request; `None` if it has none, or does not want them called. Errors name
+    /// the field.
+    pub fn read(request: &Value, tokenizer: &Tokenizer) -> Result<Option<Tools>> {
+        let tools = match request.get("tools") {
+            None | Some(Value::Null) => &[],
+            Some(Value::Array(tools)) => &tools[..],
+            Some(other) => bail!("tools: expected an array, found {}", other.kind()),
+        };
+        let mut declared = Vec::new();
+        for (i, tool) in tools.iter().enumerate() {
+            let function = tool.get("function").unwrap_or(tool);
+            match function.get("name").and_then(Value::as_str) {
+                Some(name) if is_name(name) => {
+                    let schema = function.get("parameters").cloned().unwrap_or(Value::Null);
+                    declared.push((name.into(), schema));
+                }
+                _ => bail!("tools[{i}].function.name: expected letters, digits and ._-"),
+            }
+        }
+        let parallel = match request.get("parallel_tool_calls") {
+            None | Some(Value::Null) => true,
+            Some(Value::Bool(parallel)) => *parallel,
+            Some(other) => bail!("parallel_tool_calls: expected a boolean, found {}", other.kind()),
+        };
+        let chosen = request.get("tool_choice").and_then(Value::as_str) != Some("none");
+        let pair = |name: &str| {
+            let open = tokenizer.token_id(&format!("<{name}>"))?;
+            Some([open, tokenizer.token_id(&format!("</{name}>"))?])
+        };
+        let pairs = (pair("tool_call"), pair("arg_key"), pair("arg_value"));
+        let (Some(call), Some(key), Some(value)) = pairs else { return Ok(None) };
+        let wanted = chosen && !declared.is_empty();
+        Ok(wanted.then_some(Tools { declared, parallel, call, key, value }))
+    }
+
+    /// The call whose tokens between the markers are `ids`; `None` if they do not have the form.
+    /// Without its end a call counts if nothing is cut off: its last argument is complete, or it
+    /// has none and the tool takes none.
+    pub fn parse(&self, ids: &[u32], is_ended: bool, tokenizer: &Tokenizer) -> Option<Call> {
+        let text = |ids: &[u32]| tokenizer.decode(ids, true).ok();
+        let start = ids.iter().position(|id| *id == self.key[0]).unwrap_or(ids.len());
+        let name = text(&ids[..start])?.trim().to_string();
+        if !is_name(&name) {
+            return None;
+        }
+        let schema = self.declared.iter().find(|(declared, _)| *declared == name);
+        let properties = schema.and_then(|(_, schema)| schema.get("properties"));
+        let mut rest = &ids[start..];
+        let mut arguments: Vec<(String, Value)> = Vec::new();
+        while let Some((key, after)) = between(rest, self.key) {
+            let (value, after) = between(skip_blank(after, tokenizer), self.value)?;
+            let key = text(key)?.trim().to_string();
+            let schema = properties.and_then(|properties| properties.get(&key));
+            let value = typed(text(value)?, schema);
+            // Said twice, the last one counts: an object has no key twice.
+            arguments.retain(|(earlier, _)| *earlier != key);
+            arguments.push((key, value));
+            rest = skip_blank(after, tokenizer);
+        }
+        let takes_none = || schema.is_some_and(|_| properties.is_none_or(|p| !has_members(p)));
+        if !rest.is_empty() || !(is_ended || !arguments.is_empty() || takes_none()) {
+            return None;
+        }
+        let id = random_hex() + &random_hex()[..8];
+        Some(Call {
+            id: format!("call_{id}"),
+            name,
+            arguments: to_compact(&Value::Object(arguments)),
+        })
+    }
+}
+
+fn is_name(name: &str) -> bool {
+    !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "_.-".contains(c))
+}
+
+fn has_members(value: &Value) -> bool {
+    value.as_object().is_some_and(|members| !members.is_empty())
+}
+
+/// What stands between the two markers with which `ids` begins, and what follows them.
+fn between(ids: &[u32], [open, close]: [u32; 2]) -> Option<(&[u32], &[u32])> {
+    let rest = ids.strip_prefix(&[open])?;
+    let end = rest.iter().position(|id| *id == close)?;
+    Some((&rest[..end], &rest[end + 1..]))
+}
+
+/// Without the white space at the start.
+fn skip_blank<'a>(ids: &'a [u32], tokenizer: &Tokenizer) -> &'a [u32] {
+    let is_blank = |id: &u32| tokenizer.token_bytes(*id).is_some_and(|b| b.trim_ascii().is_empty());
+    &ids[ids.iter().take_while(|id| is_blank(id)).count()..]
+}
+
+/// A value by its schema.
+fn typed(text: String, schema: Option<&Value>) -> Value {
+    let mut types = Vec::new();
+    schema.iter().for_each(|schema| collect_types(schema, &mut types, 0));
+    let parsed = json::parse(text.trim().as_bytes(), Limits::default()).ok();
+    let is_declared = |value: &Value| {
+        let names: &[&str] = match value {
+            Value::Null => &["null"],
+            Value::Bool(_) => &["boolean"],
+            Value::Int(_) | Value::BigInt(_) => &["integer", "number"],
+            Value::Float(_) => &["number"],
+            Value::String(_) => &["string"],
+            Value::Array(_) => &["array"],
+            Value::Object(_) => &["object"],
+        };
+        types.is_empty() || names.iter().any(|name| types.contains(name))
+    };
+    match parsed.filter(is_declared) {
+        Some(Value::Null) => Value::Null,
+        Some(value) if !types.contains(&"string") => value,
+        _ => Value::String(text),
+    }
+}
+
+/// The types that a schema allows, those of its alternatives and of its listed values included;
+/// none if it leaves that open.
+fn collect_types<'a>(schema: &'a Value, types: &mut Vec<&'a str>, depth: usize) {
+    let list = |name: &str| schema.get(name).and_then(Value::as_array).unwrap_or_default();
+    types.extend(schema.get("type").and_then(Value::as_str));
+    types.extend(list("type").iter().filter_map(Value::as_str));
+    if list("enum").iter().chain(schema.get("const")).any(|value| value.as_str().is_some()) {
+        types.push("string");
+    }
+    if depth < 8 {
+        let alternatives = list("anyOf").iter().chain(list("oneOf"));
+        alternatives.for_each(|schema| collect_types(schema, types, depth + 1));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tokenizer::Special;
+    use std::hash::{BuildHasher, RandomState};
+    use std::path::Path;
+
+    fn tokenizer() -> Tokenizer {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        Tokenizer::load(&root.join("tests/fixtures/tokenizer/tokenizer.json")).unwrap()
+    }
+
+    fn tools(schemas: &str) -> Tools {
+        let request = json::parse(schemas.as_bytes(), Limits::default()).unwrap();
+        Tools::read(&request, &tokenizer()).unwrap().unwrap()
+    }
+
+    /// Name and arguments of the call between the markers.
+    fn call(tools: &Tools, text: &str, is_ended: bool) -> Option<(String, String)> {
+        let tokenizer = tokenizer();
+        let call = tools.parse(&tokenizer.encode(text, Special::Parse), is_ended, &tokenizer)?;
+        assert!(call.id.starts_with("call_") && call.id.len() == 29, "{}", call.id);
+        Some((call.name, call.arguments))
+    }
+
+    fn argument(key: &str, value: &str) -> String {
+        format!("<arg_key>{key}</arg_key><arg_value>{value}</arg_value>")
+    }
+
+    #[test]
+    fn the_schema_decides_what_a_value_is() {
+        let tools = tools(
+            r#"{"tools":[{"function":{"name":"f","parameters":{"properties":{
+            "text":{"type":"string"},"count":{"type":"integer"},"ratio":{"type":"number"},
+            "on":{"type":"boolean"},"list":{"type":"array"},"kind":{"enum":["1","2"]},
+            "maybe":{"anyOf":[{"type":"string"},{"type":"null"}]},"both":{"type":["integer","null"]}
+            }}}}]}"#,
+        );
+        for (key, value, want) in [
+            ("text", "007", "\"007\""),
+            ("text", "true", "\"true\""),
+            ("text", " a\n<b> ", "\" a\\n<b> \""),
+            ("count", "42", "42"),
+            ("count", "true", "\"true\""),
+            ("count", "4.5", "\"4.5\""),
+            ("count", "many", "\"many\""),
+            ("ratio", "42", "42"),
+            ("ratio", "0.5", "0.5"),
+            ("on", "true", "true"),
+            ("list", "[1, \"a\"]", "[1,\"a\"]"),
+            ("kind", "1", "\"1\""),
+            ("maybe", "5", "\"5\""),
+            ("maybe", "null", "null"),
+            ("both", "null", "null"),
+            ("undeclared", "42", "42"),
+            ("undeclared", "plain words", "\"plain words\""),
+        ] {
+            let got = call(&tools, &("f".to_string() + &argument(key, value)), true);
+            let want = Some(("f".into(), format!("{{\"{key}\":{want}}}")));
+            assert_eq!(got, want, "{key} {value}");
+        }
+    }
+
+    /// `COLI_FUZZ_SEED=<number>` repeats a run.
+    #[test]
+    fn whatever_a_model_writes_is_a_whole_call_or_none() {
+        let given = std::env::var("COLI_FUZZ_SEED").ok().and_then(|text| text.parse().ok());
+        let seed: u64 = given.unwrap_or_else(|| RandomState::new().hash_one(0)) | 1;
+        let (tokenizer, mut state, mut calls) = (tokenizer(), seed, 0);
+        let tools = tools(r#"{"tools":[{"name":"f","parameters":{"properties":{"a":{}}}}]}"#);
+        let parts =
+            ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "f", "a", " ", "[1,{", "é"];
+        let parts = parts.map(|part| tokenizer.encode(part, Special::Parse));
+        for case in 0..50_000 {
+            let mut ids = parts[4].clone();
+            for part in 0..case % 12 {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                // Mostly in an order that makes a call.
+                let likely = [0, 5, 1, 2, 7, 3][part % 6];
+                let any = (state >> 33) as usize % parts.len();
+                ids.extend(&parts[if state % 4 == 0 { any } else { likely }]);
+            }
+            let Some(call) = tools.parse(&ids, state % 2 == 0, &tokenizer) else { continue };
+            calls += 1;
+            let arguments = json::parse(call.arguments.as_bytes(), Limits::default());
+            assert!(arguments.is_ok_and(|a| a.as_object().is_some()), "COLI_FUZZ_SEED={seed}");
+            let opened = ids.iter().filter(|id| **id == tools.key[0]).count();
+            let closed = ids.iter().filter(|id| **id == tools.value[1]).count();
+            assert!(opened <= closed, "COLI_FUZZ_SEED={seed} case {case}: {ids:?}");
+        }
+        assert!(calls > 1000, "COLI_FUZZ_SEED={seed}: {calls} calls");
+    }
+
+    #[test]
+    fn a_call_counts_only_when_nothing_of_it_is_missing() {
+        let tools = tools(
+            r#"{"tools":[{"function":{"name":"now"}},
+            {"name":"f","parameters":{"properties":{"a":{}, "b":{}}}}]}"#,
+        );
+        let some = |name: &str, arguments: &str| Some((name.to_string(), arguments.to_string()));
+        let (a, b) = (argument("a", "1"), argument("b", "2"));
+        assert_eq!(call(&tools, "now", true), some("now", "{}"));
+        assert_eq!(call(&tools, " now\n", false), some("now", "{}"));
+        assert_eq!(call(&tools, &format!("f{a}\n{b}\n"), true), some("f", r#"{"a":1,"b":2}"#));
+        assert_eq!(call(&tools, &format!("f{a}{b}{a}"), true), some("f", r#"{"b":2,"a":1}"#));
+        assert_eq!(call(&tools, &format!("f{a}"), false), some("f", r#"{"a":1}"#));
+        // It may have wanted arguments, or more of the name.
+        assert_eq!(call(&tools, "f", false), None);
+        assert_eq!(call(&tools, "unknown", false), None);
+        for text in [
+            "",
+            " ",
+            "{\"name\":\"f\",\"arguments\":{}}",
+            "f<arg_key>a</arg_key>",
+            "f<arg_key>a</arg_key><arg_value>1",
+            "f<arg_key>a",
+            "f<arg_value>1</arg_value>",
+            "f<arg_key>a</arg_key>b<arg_value>1</arg_value>",
+        ] {
+            assert_eq!(call(&tools, text, true), None, "{text}");
+            assert_eq!(call(&tools, text, false), None, "{text}");
+        }
+        assert_eq!(call(&tools, &format!("f{a}and so on"), true), None);
+    }
+}
