@@ -87,8 +87,8 @@ impl Tools {
         let properties = schema.and_then(|(_, schema)| schema.get("properties"));
         let mut rest = &ids[start..];
         let mut arguments: Vec<(String, Value)> = Vec::new();
-        while let Some((key, after)) = between(rest, self.key) {
-            let (value, after) = between(skip_blank(after, tokenizer), self.value)?;
+        while let Some((key, after)) = self.between(rest, self.key) {
+            let (value, after) = self.between(skip_blank(after, tokenizer), self.value)?;
             let key = text(key)?.trim().to_string();
             let schema = properties.and_then(|properties| properties.get(&key));
             let value = typed(text(value)?, schema);
@@ -108,6 +108,15 @@ impl Tools {
             arguments: to_compact(&Value::Object(arguments)),
         })
     }
+
+    /// What stands between the two markers with which `ids` begins, and what follows them. A
+    /// marker within says that one is missing.
+    fn between<'a>(&self, ids: &'a [u32], pair: [u32; 2]) -> Option<(&'a [u32], &'a [u32])> {
+        let rest = ids.strip_prefix(&[pair[0]])?;
+        let is_marker = |id: &u32| self.key.contains(id) || self.value.contains(id);
+        let end = rest.iter().position(is_marker)?;
+        (rest[end] == pair[1]).then(|| (&rest[..end], &rest[end + 1..]))
+    }
 }
 
 fn is_name(name: &str) -> bool {
@@ -116,13 +125,6 @@ fn is_name(name: &str) -> bool {
 
 fn has_members(value: &Value) -> bool {
     value.as_object().is_some_and(|members| !members.is_empty())
-}
-
-/// What stands between the two markers with which `ids` begins, and what follows them.
-fn between(ids: &[u32], [open, close]: [u32; 2]) -> Option<(&[u32], &[u32])> {
-    let rest = ids.strip_prefix(&[open])?;
-    let end = rest.iter().position(|id| *id == close)?;
-    Some((&rest[..end], &rest[end + 1..]))
 }
 
 /// Without the white space at the start.
@@ -260,7 +262,7 @@ mod tests {
             assert!(arguments.is_ok_and(|a| a.as_object().is_some()), "COLI_FUZZ_SEED={seed}");
             let opened = ids.iter().filter(|id| **id == tools.key[0]).count();
             let closed = ids.iter().filter(|id| **id == tools.value[1]).count();
-            assert!(opened <= closed, "COLI_FUZZ_SEED={seed} case {case}: {ids:?}");
+            assert_eq!(opened, closed, "COLI_FUZZ_SEED={seed} case {case}: {ids:?}");
         }
         assert!(calls > 1000, "COLI_FUZZ_SEED={seed}: {calls} calls");
     }
@@ -289,6 +291,7 @@ mod tests {
             "f<arg_key>a</arg_key><arg_value>1",
             "f<arg_key>a",
             "f<arg_value>1</arg_value>",
+            "f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</arg_value>",
             "f<arg_key>a</arg_key>b<arg_value>1</arg_value>",
         ] {
             assert_eq!(call(&tools, text, true), None, "{text}");
