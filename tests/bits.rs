@@ -1,15 +1,17 @@
 //! Same bits everywhere: the logits of every fixture have one golden hash, whatever the instruction
-//! set, threads, rows of a prefill chunk, expert slots and page cache, and also when decoded token
-//! by token.
+//! set, threads, rows of a prefill chunk, expert slots and page cache, whatever was learned, pinned
+//! and mirrored, and also when decoded token by token.
 
 mod common;
 
 use colibri::cpu::Isa;
 use colibri::disk::{Direct, open_direct};
-use colibri::engine::Options;
+use colibri::engine::{Engine, Options};
 use colibri::model::Unobserved;
 use colibri::plan::Limit;
-use common::{FNV_OFFSET, GOLDEN, all_logits, fixture, fnv1a64, full_ids, open};
+use colibri::safetensors::Directory;
+use colibri::weights::Weights;
+use common::{FNV_OFFSET, GOLDEN, TempDir, all_logits, fixture, fnv1a64, full_ids, open};
 
 /// The instruction sets of this processor.
 fn available() -> Vec<Isa> {
@@ -60,7 +62,40 @@ fn hashes(name: &str) -> Vec<(String, u64)> {
             }
         }
     }
+    hashes.extend(learned_hashes(name, &tokens));
     hashes
+}
+
+/// Reads from a mirror into one slot a layer, with drafts where there is a head; then with what
+/// that run learned, as many pins by it as there may be, and others every few tokens.
+fn learned_hashes(name: &str, tokens: &[u32]) -> [(String, u64); 2] {
+    let dir = TempDir::new(&format!("bits-{}", name.replace('/', "-")));
+    let usage = dir.0.join("usage");
+    let mirrored = Options {
+        mirrors: vec![fixture(name)],
+        ctx_tokens: tokens.len(),
+        chunk_rows: 5,
+        limit: Limit::SlotsPerLayer(1),
+        threads: 2,
+        direct: reads_around_cache(),
+        drafts: Some(3),
+        ..Options::default()
+    };
+    let hash = |engine: &Engine| fnv1a64(FNV_OFFSET, &all_logits(engine, tokens, &mut Unobserved));
+    let first = open(&fixture(name), mirrored.clone());
+    let first_hash = hash(&first);
+    first.save_usage(&usage).unwrap();
+    let limit = Limit::SlotsPerLayer(5);
+    let mut pinned = Options { limit, repin_tokens: 7, direct: Direct::Off, ..mirrored };
+    let weights = Weights::bind(&Directory::open(&fixture(name)).unwrap(), first.config()).unwrap();
+    let plan = pinned.plan(first.config(), &weights, None).unwrap();
+    let expert_bytes = plan.largest_expert_bytes;
+    pinned.pin_bytes = plan.expert_bytes - first.config().top_k * expert_bytes;
+    let fits = pinned.pin_bytes >= expert_bytes;
+    let second = open(&fixture(name), pinned);
+    second.load_usage(&usage).unwrap();
+    assert!(!fits || second.expert_counters().bytes_read > 0, "{name}: nothing was pinned");
+    [("mirrored".into(), first_hash), ("learned and pinned".into(), hash(&second))]
 }
 
 /// The hash of the logits behind each token when the timeline grows by one at a time.
