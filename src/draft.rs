@@ -124,9 +124,11 @@ impl Drafter {
         if let Some(fixed) = self.fixed {
             return fixed.min(most);
         }
-        let most = most.min(DRAFTS_AUTO_MAX);
-        // The first pass tells what one without drafts takes.
-        if most == 0 || self.pass_s[0].count == 0 {
+        // One more than was tried before: the first passes tell what one without drafts takes, and
+        // then what each row adds.
+        let tried = self.pass_s.iter().take_while(|recent| recent.count > 0).count();
+        let most = most.min(DRAFTS_AUTO_MAX).min(tried);
+        if most == 0 {
             return 0;
         }
         let rate = |count: usize| self.rate(source, count);
