@@ -228,7 +228,9 @@ fn a_grammars_forced_text_is_drafted_and_changes_no_token() {
         let occupation = reply.get("occupation").unwrap().as_str().unwrap();
         assert!(["a governess", "a clergyman"].contains(&occupation), "{text}");
         let counters = session.draft_counters();
-        assert!(drafts == Some(0) || counters.accepted > 5, "{drafts:?}: {counters:?}");
+        // How many are tried unasked depends on the clock.
+        let are_forced = drafts.is_some_and(|count| count > 0);
+        assert!(!are_forced || counters.accepted > 5, "{drafts:?}: {counters:?}");
         texts.push(text);
     }
     assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
