@@ -22,7 +22,8 @@ use crate::json::{self, Value, object, to_compact};
 use crate::sys;
 use crate::tokenizer::{Special, Tokenizer};
 use queue::Queue;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::panic::resume_unwind;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 use worker::{Progress, Worker};
@@ -56,34 +57,57 @@ pub struct Settings {
 }
 
 /// Serves until `is_ended`; then waits for requests that run, and returns how many were cut off.
-/// Errors: a model without tokenizer, no memory for the sessions.
+/// While `load` reads the model, all requests are answered 503; then the log says where it serves
+/// and what. Errors: those of `load`, a model without tokenizer, no memory for the sessions.
 pub fn run(
     listener: http::Server,
-    engine: Arc<Engine>,
     settings: Settings,
+    load: impl FnOnce() -> Result<Arc<Engine>>,
     is_ended: impl Fn() -> bool + Send,
 ) -> Result<usize> {
-    engine.tokenizer()?;
     let queue = Queue::new(settings.queue);
-    let routes = Routes(Arc::new(Shared { engine, settings, queue, progress: Mutex::default() }));
-    let Shared { engine, settings, queue, progress } = &*Arc::clone(&routes.0);
-    let worker = Worker::new(engine, queue, progress, settings.log, settings.kv_slots)?;
-    let stopper = listener.stopper();
-    Ok(thread::scope(|scope| {
-        scope.spawn(|| worker.run());
-        scope.spawn(move || {
-            while !is_ended() {
-                thread::sleep(PAUSE);
-            }
-            queue.close();
-            stopper.stop();
+    let (engine, progress) = (OnceLock::new(), Mutex::default());
+    let shared = Arc::new(Shared { engine, settings, queue, progress });
+    let (address, stopper) = (listener.address(), listener.stopper());
+    let end = || {
+        shared.queue.close();
+        stopper.stop();
+    };
+    thread::scope(|scope| {
+        let routes = Routes(Arc::clone(&shared));
+        let listening = scope.spawn(move || listener.run(routes));
+        let served = load().and_then(|engine| {
+            engine.tokenizer()?;
+            let Settings { kv_slots, log, .. } = shared.settings;
+            let engine = shared.engine.get_or_init(|| engine);
+            let worker = Worker::new(engine, &shared.queue, &shared.progress, log, kv_slots)?;
+            scope.spawn(move || {
+                while !is_ended() {
+                    thread::sleep(PAUSE);
+                }
+                end();
+            });
+            log(&format!(
+                "{} on http://{address}/v1 · context {} tokens, prompt and reply together · \
+                 kv-slots {kv_slots} · queue {} · {} a key",
+                shared.settings.model_id,
+                engine.options().ctx_tokens,
+                shared.settings.queue,
+                if shared.settings.api_key.is_some() { "with" } else { "without" },
+            ));
+            worker.run();
+            Ok(())
         });
-        listener.run(routes)
-    }))
+        // Again, for a model that did not load.
+        end();
+        let cut = listening.join().unwrap_or_else(|panic| resume_unwind(panic));
+        served.map(|()| cut)
+    })
 }
 
 struct Shared {
-    engine: Arc<Engine>,
+    /// Empty while the model is read.
+    engine: OnceLock<Arc<Engine>>,
     settings: Settings,
     queue: Queue,
     progress: Mutex<Progress>,
@@ -174,18 +198,28 @@ impl Handler for Routes {
             return Err(Refusal::new(405, message).header("Allow", methods).into());
         }
         let shared = &*self.0;
+        let Some(engine) = shared.engine.get() else {
+            let refusal = Refusal::new(503, "the model is being read").code("loading");
+            return Err(refusal.header("Retry-After", "5").into());
+        };
+        let tokenizer = engine.tokenizer().map_err(bad_request)?;
+        let ctx_tokens = engine.options().ctx_tokens;
+        let model = || model_object(&shared.settings.model_id, ctx_tokens);
         match route {
             Route::Greeting => responder.respond(200, "text/plain", GREETING.as_bytes()),
-            Route::Health => respond(responder, shared.health(shared.check_key(request).is_ok())),
+            Route::Health => {
+                let is_authorised = shared.check_key(request).is_ok();
+                respond(responder, shared.health(is_authorised, ctx_tokens))
+            }
             Route::Metrics => {
                 responder.respond(200, "text/plain; version=0.0.4", shared.metrics().as_bytes())
             }
             Route::Models => {
-                let list = ("data", Value::Array(vec![shared.model()]));
+                let list = ("data", Value::Array(vec![model()]));
                 respond(responder, object(vec![("object", "list".into()), list]))
             }
             Route::Model(id) if id.join("/") == shared.settings.model_id => {
-                respond(responder, shared.model())
+                respond(responder, model())
             }
             Route::Model(id) => {
                 let message = format!("no model {:?}; /v1/models has its name", id.join("/"));
@@ -193,19 +227,24 @@ impl Handler for Routes {
                 Err(refusal.param("model").into())
             }
             Route::Chat | Route::Completion => {
-                shared.reply(request, matches!(route, Route::Chat), responder)
+                let body = parse(request).map_err(bad_request)?;
+                let is_chat = matches!(route, Route::Chat);
+                let ask = Ask::read(&body, is_chat, tokenizer, engine.config().vocab_size)?;
+                drop(body);
+                let new_tokens = ask.fit(ctx_tokens)?;
+                let Shared { queue, settings, .. } = shared;
+                answer::answer(ask, new_tokens, tokenizer, queue, settings, responder)
             }
             Route::Tokenize => {
-                let found = shared.tokenizer().and_then(|t| tokenize(&parse(request)?, t));
+                let found = parse(request).and_then(|body| tokenize(&body, tokenizer));
                 let ids = found.map_err(bad_request)?;
                 let tokens = ids.iter().map(|id| Value::Int((*id).into())).collect();
-                let ctx = shared.engine.options().ctx_tokens.into();
-                let sizes = vec![("count", ids.len().into()), ("max_model_len", ctx)];
+                let sizes = vec![("count", ids.len().into()), ("max_model_len", ctx_tokens.into())];
                 let tokens = [("tokens", Value::Array(tokens))];
                 respond(responder, object(tokens.into_iter().chain(sizes).collect()))
             }
             Route::Detokenize => {
-                let found = shared.tokenizer().and_then(|t| detokenize(&parse(request)?, t));
+                let found = parse(request).and_then(|body| detokenize(&body, tokenizer));
                 let text: Value = found.map_err(bad_request)?.as_str().into();
                 respond(responder, object(vec![("content", text.clone()), ("prompt", text)]))
             }
@@ -248,27 +287,9 @@ fn detokenize(request: &Value, tokenizer: &Tokenizer) -> Result<String> {
 }
 
 impl Shared {
-    fn tokenizer(&self) -> Result<&Tokenizer> {
-        self.engine.tokenizer()
-    }
-
     fn check_key(&self, request: &Request) -> std::result::Result<(), Refusal> {
         let key = self.settings.api_key.as_ref();
         key.map_or(Ok(()), |key| http::check_key(request.header("authorization"), key))
-    }
-
-    fn model(&self) -> Value {
-        model_object(&self.settings.model_id, self.engine.options().ctx_tokens)
-    }
-
-    fn reply(&self, request: &Request, is_chat: bool, responder: &mut Responder) -> Outcome {
-        let body = parse(request).map_err(bad_request)?;
-        let tokenizer = self.tokenizer().map_err(bad_request)?;
-        let vocab_size = self.engine.config().vocab_size;
-        let ask = Ask::read(&body, is_chat, tokenizer, vocab_size)?;
-        drop(body);
-        let new_tokens = ask.fit(self.engine.options().ctx_tokens)?;
-        answer::answer(ask, new_tokens, tokenizer, &self.queue, &self.settings, responder)
     }
 
     fn progress(&self) -> Progress {
@@ -276,7 +297,7 @@ impl Shared {
     }
 
     /// That it lives, and for those who may know how it is.
-    fn health(&self, is_authorised: bool) -> Value {
+    fn health(&self, is_authorised: bool, ctx_tokens: usize) -> Value {
         let mut members = vec![("status", "ok".into())];
         if is_authorised {
             let (standing, settings) = (self.queue.standing(), &self.settings);
@@ -293,7 +314,7 @@ impl Shared {
             let prefill = vec![("tokens", tokens.into()), ("done", done.into())];
             members.extend([
                 ("model", settings.model_id.as_str().into()),
-                ("context_length", self.engine.options().ctx_tokens.into()),
+                ("context_length", ctx_tokens.into()),
                 ("kv_slots", settings.kv_slots.into()),
                 ("scheduler", object(scheduler)),
                 ("prefill", object(prefill)),

@@ -13,7 +13,8 @@ use common::serve::{
 };
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStderr, Command, Stdio};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -268,16 +269,46 @@ fn at_its_end_the_server_finishes_what_runs_and_sends_the_line_away() {
     assert_eq!(text_at(&Answer::read(&mut first).ok(), "object"), "chat.completion");
 }
 
-/// The program, and the address that its banner names.
-fn spawn(args: &[&str]) -> (Child, String, BufReader<std::process::ChildStderr>) {
+#[test]
+fn a_model_that_is_being_read_is_no_reason_to_wait() {
+    let (sender, loaded) = std::sync::mpsc::channel();
+    let load = move || {
+        loaded.recv().unwrap();
+        Ok(Arc::new(common::open(&demo(), options())))
+    };
+    let server = Running::loading(settings(), load);
+    let refused = (503, "loading".into(), "null".into());
+    assert_eq!(server.get("/health").error(), refused);
+    assert_eq!(server.post("/v1/chat/completions", &chat("")).error(), refused);
+    sender.send(()).unwrap();
+    while server.get("/health").status == 503 {
+        thread::sleep(Duration::from_millis(1));
+    }
+    server.chat("");
+}
+
+/// The program; a test that fails leaves none behind.
+struct Program(Child);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The program with its banner and the rest of its notes.
+fn spawn(args: &[&str]) -> (Program, String, BufReader<ChildStderr>) {
     let mut child = Command::new(env!("CARGO_BIN_EXE_coli"))
         .args(["serve", "--port", "0", "--ctx", "512", "--usage", "off", "--model"])
         .arg(demo())
         .args(args)
+        .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let child = Program(child);
     let mut banner = String::new();
     while !banner.contains("http://") {
         banner.clear();
@@ -300,12 +331,12 @@ fn signals_end_the_program_after_what_runs() {
         stream.write_all(request.as_bytes()).unwrap();
         // The reply has begun.
         stream.read_exact(&mut [0; 300]).unwrap();
-        let kill = Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
+        let kill = Command::new("kill").args([signal, &child.0.id().to_string()]).status().unwrap();
         assert!(kill.success());
         let mut rest = String::new();
         stream.read_to_string(&mut rest).unwrap();
         assert!(rest.contains("data: [DONE]"), "{signal}: {rest}");
-        assert_eq!(child.wait().unwrap().code(), Some(status), "{signal}");
+        assert_eq!(child.0.wait().unwrap().code(), Some(status), "{signal}");
         let mut log = String::new();
         stderr.read_to_string(&mut log).unwrap();
         assert!(!log.contains("cut off"), "{log}");
@@ -314,7 +345,7 @@ fn signals_end_the_program_after_what_runs() {
 
 #[test]
 fn what_cannot_be_served_is_said_before_the_model_is_read() {
-    let (mut child, banner, _stderr) = spawn(&[]);
+    let (_program, banner, _stderr) = spawn(&[]);
     let port = banner.split("http://127.0.0.1:").nth(1).unwrap().split('/').next().unwrap();
     let model = demo().display().to_string();
     let fixture = common::fixture("a_seed").display().to_string();
@@ -337,6 +368,4 @@ fn what_cannot_be_served_is_said_before_the_model_is_read() {
         assert_eq!(output.status.code(), Some(status), "{args:?}: {stderr}");
         assert!(stderr.contains(text), "{args:?}: {stderr}");
     }
-    child.kill().unwrap();
-    child.wait().unwrap();
 }

@@ -1,7 +1,8 @@
 //! `coli serve`: the model behind an OpenAI endpoint on loopback.
 //!
-//! The address is taken before the model is loaded: a port in use is known at once. SIGINT and
-//! SIGTERM let the request that runs end within ten seconds; a second one ends the process.
+//! The address is taken before the model is loaded: a port in use is known at once, and until the
+//! model is there clients are told to come back. SIGINT and SIGTERM let the request that runs end
+//! within ten seconds; a second one ends the process.
 
 #![forbid(unsafe_code)]
 
@@ -61,22 +62,18 @@ fn serve(args: &Args) -> Result<()> {
         bail!("{}: no tokenizer.json, which serving needs", setup.dir.display());
     }
     let listener = http::Server::bind(SocketAddr::new(ip, port), Limits::default())?;
-    let engine = Arc::new(setup.open(usize::MAX)?);
-    sys::catch_terminations();
-    let usage = load::open_usage(args, &engine);
-    note(&format!(
-        "coli: {} on http://{}/v1 · context {} tokens, prompt and reply together · \
-         kv-slots {} · queue {} · {}\n",
-        settings.model_id,
-        listener.address(),
-        engine.options().ctx_tokens,
-        settings.kv_slots,
-        settings.queue,
-        if settings.api_key.is_some() { "with a key" } else { "without a key" },
-    ));
+    let mut loaded = None;
+    let open = || {
+        let engine = Arc::new(setup.open(usize::MAX)?);
+        sys::catch_terminations();
+        loaded = Some((Arc::clone(&engine), load::open_usage(args, &engine)));
+        Ok(engine)
+    };
     let is_ended = || sys::interrupted() || sys::terminated();
-    let cut = server::run(listener, Arc::clone(&engine), settings, is_ended)?;
-    load::save_usage(usage, &engine);
+    let cut = server::run(listener, settings, open, is_ended)?;
+    if let Some((engine, usage)) = loaded {
+        load::save_usage(usage, &engine);
+    }
     if cut > 0 {
         note(&format!("coli: {cut} requests were cut off\n"));
     }

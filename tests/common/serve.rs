@@ -4,7 +4,7 @@
 #![allow(dead_code, reason = "each test binary uses a part of this file")]
 
 use super::{TempDir, open, read_safetensors, write_safetensors};
-use colibri::engine::Options;
+use colibri::engine::{Engine, Options};
 use colibri::http;
 use colibri::json::{self, Value};
 use colibri::server::{self, Settings};
@@ -52,13 +52,25 @@ pub fn options() -> Options {
 
 impl Running {
     pub fn new(dir: &Path, settings: Settings, options: Options) -> Running {
+        let engine = open(dir, options);
+        let running = Running::loading(settings, || Ok(Arc::new(engine)));
+        while running.get("/health").status == 503 {
+            thread::sleep(Duration::from_millis(1));
+        }
+        running
+    }
+
+    /// Serves once `load` is done.
+    pub fn loading(
+        settings: Settings,
+        load: impl FnOnce() -> colibri::error::Result<Arc<Engine>> + Send + 'static,
+    ) -> Running {
         let address = "127.0.0.1:0".parse().unwrap();
         let listener = http::Server::bind(address, http::Limits::default()).unwrap();
         let address = listener.address();
-        let engine = Arc::new(open(dir, options));
         let is_ended = Arc::new(AtomicBool::new(false));
         let ended = Arc::clone(&is_ended);
-        let serve = move || server::run(listener, engine, settings, || ended.load(Relaxed));
+        let serve = move || server::run(listener, settings, load, || ended.load(Relaxed));
         let thread = Some(thread::spawn(move || serve().unwrap()));
         Running { address, is_ended, thread }
     }
