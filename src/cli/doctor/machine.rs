@@ -204,7 +204,7 @@ mod tests {
 22 1 8:2 / / rw,relatime shared:1 - ext4 /dev/sda2 rw
 23 22 0:45 / /models rw - nfs4 server:/export rw
 24 22 259:1 / /models/fast\\040one rw,noatime - xfs /dev/nvme0n1p1 rw
-25 22 0:50 /a /home rw - fuse.sshfs me@there: rw
+25 22 0:50 /a /srv rw - fuse.sshfs me@there: rw
 ";
 
     #[test]
@@ -213,7 +213,7 @@ mod tests {
             ("/models/fast one/a/x", "259:1", "xfs", "/dev/nvme0n1p1"),
             ("/models/fast", "0:45", "nfs4", "server:/export"),
             ("/modelsx", "8:2", "ext4", "/dev/sda2"),
-            ("/home/x", "0:50", "fuse.sshfs", "me@there:"),
+            ("/srv/x", "0:50", "fuse.sshfs", "me@there:"),
         ] {
             let want = Mount { device, file_system, source };
             assert_eq!(Mount::of(MOUNTS, Path::new(path)), Some(want), "{path}");
@@ -227,7 +227,7 @@ mod tests {
             Mount::of(MOUNTS, Path::new(path)).unwrap().finding(is_rotational).status
         };
         assert!(status("/models/x", None) == Status::Warn);
-        assert!(status("/home/x", Some(false)) == Status::Warn);
+        assert!(status("/srv/x", Some(false)) == Status::Warn);
         assert!(status("/x", Some(true)) == Status::Warn);
         assert!(status("/x", Some(false)) == Status::Pass);
         assert!(status("/x", None) == Status::Skip);
