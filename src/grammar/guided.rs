@@ -6,7 +6,7 @@ use super::Constraint;
 use crate::bail;
 use crate::error::Result;
 use crate::sample::{Choose, Sampler};
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{Special, Tokenizer};
 
 /// A sampler whose every text matches a grammar, from the first token on.
 pub struct Guided<'a> {
@@ -60,14 +60,13 @@ impl Choose for Guided<'_> {
     }
 
     fn forced(&mut self, most: usize) -> Result<Vec<u32>> {
-        // No token is longer than its bytes: so many of them are enough, and the last token of
-        // the text may go on behind it.
+        // Few tokens have more than four bytes each.
         let bytes = self.constraint.forced(4 * most)?;
-        let whole = match std::str::from_utf8(&bytes) {
+        let text = match std::str::from_utf8(&bytes) {
             Ok(text) => text,
             Err(error) => std::str::from_utf8(&bytes[..error.valid_up_to()]).unwrap_or_default(),
         };
-        let mut tokens = self.tokenizer.encode(whole, crate::tokenizer::Special::Text);
+        let mut tokens = self.tokenizer.encode(text, Special::Text);
         tokens.truncate(most);
         Ok(tokens)
     }
