@@ -522,7 +522,7 @@ impl Session<'_> {
         let is_heads = has_head && self.engine.options.drafts.is_some();
         let found = if is_heads { &[] } else { found };
         for (source, found) in [(Source::Grammar, forced), (Source::Lookup, found)] {
-            let count = if found.is_empty() { 0 } else { self.drafter.count(source, found.len()) };
+            let count = self.drafter.count(source, found.len());
             if count > 0 {
                 self.batch.extend_from_slice(&found[..count]);
                 return Ok(Some(source));
