@@ -26,10 +26,11 @@ use crate::kernels::elementwise::{Norm, SoftmaxBlock};
 use crate::kernels::scalar::{KEYS, RunningSoftmax};
 use crate::kernels::tiles::{self, ProductPart};
 use crate::kernels::{Activations, Arithmetic, Forms, LANES, fit, reserve};
-use crate::kv::KvCache;
+use crate::kv::{KvCache, Sequence};
 use crate::ops::{Compute, Product, Rows, Stage, add_bias, prepare_here, rotate};
 use crate::quant::Encoded;
 use crate::weights::{self, Indexer};
+use std::ops::Range;
 use std::time::Instant;
 
 /// Heads that share each cached row while it is in registers.
@@ -52,12 +53,14 @@ pub struct Scratch {
     queries: Vec<f32>,
     /// `[T, kv_lora+rope]`
     kv_rows: Vec<f32>,
-    /// `[H, T, v]`
+    /// `[H, T, v]` of each sequence, one after the other
     contexts: Vec<f32>,
     /// `[T, H, v]`
     joined: Vec<f32>,
     /// The same, as input of products
     o_input: Activations,
+    /// Sequence, and the first head and the end of those that are worked on together.
+    parts: Vec<(usize, [usize; 2])>,
     cuts: Vec<usize>,
     workers: Vec<Worker>,
 }
@@ -140,13 +143,13 @@ pub fn project(
     indexer: Option<&Indexer>,
     with_queries: bool,
     config: &Config,
-    batch: Rows<'_>,
+    rows_of: Rows<'_>,
     (hidden, all): (&Activations, &[u32]),
-    kv: &mut KvCache,
+    batch: &mut [Sequence<'_>],
     scratch: &mut Scratch,
     index_rows: &mut IndexerRows,
 ) {
-    let rows = batch.angles.len();
+    let rows = rows_of.angles.len();
     let product = |i: usize| {
         let matrix = match (i, indexer) {
             (0, _) => &weights.q_a,
@@ -169,7 +172,7 @@ pub fn project(
         let heads = indexer.weights_proj.source.rows;
         stage.copy(compute, 3, fit(&mut index_rows.head_weights, rows * heads, 0.0));
     }
-    cache_rows(compute.arithmetic, weights, config, batch, kv_rows, kv);
+    cache_rows(compute.arithmetic, weights, config, rows_of, kv_rows, batch);
 
     add_bias(q_raw, weights.q_a_bias.as_ref());
     let q_latent = fit(&mut scratch.q_latent, q_raw.len(), 0.0);
@@ -192,7 +195,7 @@ pub fn project(
     compute.each_row(queries, query_dim, |t, query, _| {
         stage.copy_row(0, t, query);
         for head in query.chunks_exact_mut(config.qk_head_dim()) {
-            rotate(&mut head[config.qk_nope_head_dim..], &batch.angles[t]);
+            rotate(&mut head[config.qk_nope_head_dim..], &rows_of.angles[t]);
         }
     });
     if let Some(wq_b) = wq_b {
@@ -205,84 +208,101 @@ fn cache_rows(
     arithmetic: Arithmetic,
     weights: &weights::Attention,
     config: &Config,
-    batch: Rows<'_>,
+    Rows { layer, angles }: Rows<'_>,
     kv_rows: &mut [f32],
-    kv: &mut KvCache,
+    batch: &mut [Sequence<'_>],
 ) {
     let (latent_dim, eps) = (config.kv_lora_rank, config.rms_norm_eps);
     add_bias(kv_rows, weights.kv_a_bias.as_ref());
     let kv_dim = latent_dim + config.qk_rope_head_dim;
-    for (t, kv_row) in kv_rows.chunks_exact_mut(kv_dim).enumerate() {
-        let (latent, key) = kv_row.split_at_mut(latent_dim);
-        rotate(key, &batch.angles[t]);
-        let (out, key_out) = kv.latent_mut(batch.layer, batch.first + t).split_at_mut(latent_dim);
-        arithmetic.run(Norm { x: latent, weight: &weights.kv_a_norm, eps, out });
-        key_out[..key.len()].copy_from_slice(key);
+    let mut rows = kv_rows.chunks_exact_mut(kv_dim).zip(angles);
+    for Sequence { tokens, first, kv, .. } in batch {
+        for (position, (kv_row, angles)) in (*first..*first + tokens.len()).zip(&mut rows) {
+            let (latent, key) = kv_row.split_at_mut(latent_dim);
+            rotate(key, angles);
+            let (out, key_out) = kv.latent_mut(layer, position).split_at_mut(latent_dim);
+            arithmetic.run(Norm { x: latent, weight: &weights.kv_a_norm, eps, out });
+            key_out[..key.len()].copy_from_slice(key);
+        }
     }
 }
 
-/// What all parts of step 3 share.
+/// Step 3 of one sequence.
 struct Attending<'a> {
     arithmetic: Arithmetic,
     kv_b: Encoded<'a>,
     config: &'a Config,
-    batch: Rows<'a>,
+    layer: usize,
     selection: &'a Selection,
-    kv: &'a KvCache,
-    /// `[T, H, nope+rope]`
+    /// `[T, H, nope+rope]`, of all rows of the batch
     queries: &'a [f32],
+    /// Rows of the sequence, and the position of the first.
+    rows: Range<usize>,
+    first: usize,
+    kv: &'a KvCache,
 }
 
-/// Steps 3 and 4: attends over the cache and writes the layer's output into `out [T, D]`.
+/// Steps 3 and 4: attends over the caches and writes the layer's output into `out [T, D]`.
 #[allow(clippy::too_many_arguments, reason = "the parts of one step, each of its own type")]
 pub fn attend(
     compute: &mut Compute,
     stage: &mut Stage,
     weights: &weights::Attention,
     config: &Config,
-    batch: Rows<'_>,
+    Rows { layer, angles }: Rows<'_>,
     (selection, all): (&Selection, &[u32]),
-    kv: &KvCache,
+    batch: &[Sequence<'_>],
     scratch: &mut Scratch,
     out: &mut [f32],
 ) {
     let start = Instant::now();
-    let rows = batch.angles.len();
+    let rows = angles.len();
     let (heads, v_dim) = (config.num_heads, config.v_head_dim);
-    let Scratch { queries, contexts, joined, o_input, cuts, workers, .. } = scratch;
-    let step = Attending {
-        arithmetic: compute.arithmetic,
-        kv_b: weights.kv_b.encoded(),
-        config,
-        batch,
-        selection,
-        kv,
-        queries,
+    let Scratch { queries, contexts, joined, o_input, parts, cuts, workers, .. } = scratch;
+    let (arithmetic, kv_b) = (compute.arithmetic, weights.kv_b.encoded());
+    let step = |sequence: usize| {
+        let Sequence { first, kv, .. } = &batch[sequence];
+        let (rows, first) = (batch[sequence].rows(), *first);
+        Attending { arithmetic, kv_b, config, layer, selection, queries, rows, first, kv }
     };
     let contexts = fit(contexts, heads * rows * v_dim, 0.0);
     let threads = compute.pool.threads();
-    let group = heads_together(heads, rows, threads);
+    parts.clear();
     cuts.clear();
-    cuts.extend((0..heads).step_by(group).chain([heads]).map(|head| head * rows * v_dim));
-    workers.resize_with(threads, Worker::default);
-    let group_most = heads_together(heads, 1, threads);
-    workers.iter_mut().for_each(|worker| step.reserve(group_most, worker));
+    cuts.push(0);
     // Absorbing and expanding, and scores and sums over the keys, of one head and position.
     let weights_macs = (config.qk_nope_head_dim + v_dim) * config.kv_lora_rank;
-    let keys = kv.keys_max(config).min(batch.first + rows);
-    let macs = rows * heads * (weights_macs + 2 * keys * config.kv_lora_rank);
+    let mut macs = 0;
+    for (i, sequence) in batch.iter().enumerate() {
+        let (first, count) = (sequence.rows().start, sequence.tokens.len());
+        let group = heads_together(heads, count, threads);
+        for head in (0..heads).step_by(group) {
+            let end = (head + group).min(heads);
+            parts.push((i, [head, end]));
+            cuts.push((first * heads + end * count) * v_dim);
+        }
+        let keys = sequence.kv.keys_max(config).min(sequence.first + count);
+        macs += count * heads * (weights_macs + 2 * keys * config.kv_lora_rank);
+    }
+    workers.resize_with(threads, Worker::default);
+    let group_most = heads_together(heads, 1, threads);
+    workers.iter_mut().for_each(|worker| step(0).reserve(group_most, worker));
     compute.pool.share(macs, contexts, cuts, workers, |part, out, worker| {
-        let first = part * group;
-        step.heads([first, (first + group).min(heads)], out, worker);
+        let (sequence, heads) = parts[part];
+        step(sequence).heads(heads, out, worker);
     });
-    compute.tally.add(&step.kv_b, rows);
+    compute.tally.add(&kv_b, rows);
     compute.tally.attention_s += start.elapsed().as_secs_f64();
 
     let width = heads * v_dim;
     let joined = fit(joined, rows * width, 0.0);
     compute.each_row(joined, width, |t, row, _| {
+        let sequence = batch.iter().find(|sequence| sequence.rows().contains(&t));
+        let rows = sequence.expect("each row is one of a sequence").rows();
+        let contexts = &contexts[rows.start * width..];
         for (head, out) in row.chunks_exact_mut(v_dim).enumerate() {
-            out.copy_from_slice(&contexts[(head * rows + t) * v_dim..][..v_dim]);
+            let place = head * rows.len() + t - rows.start;
+            out.copy_from_slice(&contexts[place * v_dim..][..v_dim]);
         }
     });
     let row = |t: usize| &joined[t * width..(t + 1) * width];
@@ -297,7 +317,7 @@ impl Attending<'_> {
     /// grows and whichever thread takes a part.
     fn reserve(&self, group: usize, worker: &mut Worker) {
         let c = self.config;
-        let (_, chunks) = self.kv.latents(self.batch.layer);
+        let (_, chunks) = self.kv.latents(self.layer);
         reserve(&mut worker.absorbed, group * chunks);
         reserve(&mut worker.scores, group * KEYS);
         reserve(&mut worker.softmaxes, group);
@@ -308,9 +328,9 @@ impl Attending<'_> {
         worker.mixed_input.reshape(1, c.kv_lora_rank, forms);
     }
 
-    /// Contexts of the heads `first … end` for all positions, into `out [heads, T, v]`.
+    /// Contexts of the heads `first … end` for the rows of the sequence, into `out [heads, T, v]`.
     fn heads(&self, [first, end]: [usize; 2], out: &mut [f32], worker: &mut Worker) {
-        let (rows, v_dim) = (self.batch.angles.len(), self.config.v_head_dim);
+        let (rows, v_dim) = (self.rows.len(), self.config.v_head_dim);
         for t in (0..rows).step_by(QUERIES_MAX) {
             let count = QUERIES_MAX.min(rows - t);
             self.absorb_queries([first, end], t, count, worker);
@@ -322,9 +342,14 @@ impl Attending<'_> {
         }
     }
 
-    /// Keys that position t of the batch sees.
+    /// The keys that row t of the sequence attends to; `None` means all up to its own.
+    fn kept(&self, t: usize) -> Option<&[u32]> {
+        self.selection.kept(self.rows.start + t)
+    }
+
+    /// How many those are.
     fn key_count(&self, t: usize) -> usize {
-        self.selection.kept(t).map_or(self.batch.first + t + 1, <[u32]>::len)
+        self.kept(t).map_or(self.first + t + 1, <[u32]>::len)
     }
 
     /// q̃ = Kᵀ · q_nope followed by q_rope, of some heads and `count` positions from t.
@@ -333,12 +358,12 @@ impl Attending<'_> {
         let (nope, rope, latent_dim) = (c.qk_nope_head_dim, c.qk_rope_head_dim, c.kv_lora_rank);
         let (qk_dim, query_dim) = (c.qk_head_dim(), c.num_heads * c.qk_head_dim());
         let group = heads[1] - heads[0];
-        let (_, chunks) = self.kv.latents(self.batch.layer);
+        let (_, chunks) = self.kv.latents(self.layer);
         let width = chunks * LANES;
         let absorbed = fit(&mut worker.absorbed, count * group * chunks, [0.0; LANES]);
         let absorbed = absorbed.as_flattened_mut();
         for (i, head) in (heads[0]..heads[1]).enumerate() {
-            let queries = &self.queries[t * query_dim + head * qk_dim..];
+            let queries = &self.queries[(self.rows.start + t) * query_dim + head * qk_dim..];
             Absorb {
                 matrix: self.kv_b,
                 first_row: head * (nope + c.v_head_dim),
@@ -363,7 +388,7 @@ impl Attending<'_> {
 
     /// Scores, softmax and Σ p · latent over each position's kept keys, into `worker.mixed`.
     fn mix_latents(&self, group: usize, t: usize, count: usize, worker: &mut Worker) {
-        let (rows, chunks) = self.kv.latents(self.batch.layer);
+        let (rows, chunks) = self.kv.latents(self.layer);
         let latent_chunks = self.config.kv_lora_rank.div_ceil(LANES);
         let scale = 1.0 / (self.config.qk_head_dim() as f32).sqrt();
         let Worker { absorbed, scores, softmaxes, mixed, tiles, .. } = worker;
@@ -382,7 +407,7 @@ impl Attending<'_> {
                 if range.is_empty() {
                     continue;
                 }
-                let keys = Keys { rows, chunks, positions: self.selection.kept(t + i) };
+                let keys = Keys { rows, chunks, positions: self.kept(t + i) };
                 let (stride, prefetch) = (KEYS, count == 1);
                 let queries = &absorbed[i * group * chunks..(i + 1) * group * chunks];
                 let (range_, scratch) = (range.clone(), &mut *tiles);

@@ -202,18 +202,19 @@ impl Drafter {
         }
     }
 
-    /// Takes note of a pass: `proposed` drafts of `source`, which took `guessing` to find, of which
-    /// the first `accepted` were right, run in `pass`.
+    /// Takes note of a pass: `proposed` drafts of `source`, of which the first `accepted` were
+    /// right. `times` are what it took to find them and the pass, if that tells what drafts cost.
     pub fn record(
         &mut self,
         source: Option<Source>,
         [proposed, accepted]: [usize; 2],
-        [guessing, pass]: [Duration; 2],
+        times: Option<[Duration; 2]>,
     ) {
         self.counters.proposed += proposed as u64;
         self.counters.accepted += accepted as u64;
         self.counters.forwards += 1;
-        let (guess_s, pass_s) = (guessing.as_secs_f64(), pass.as_secs_f64());
+        let Some(times) = times else { return };
+        let [guess_s, pass_s] = times.map(|time| time.as_secs_f64());
         for (place, record) in self.records.iter_mut().enumerate() {
             let is_used = source.is_some_and(|source| source as usize == place);
             if std::mem::take(&mut record.has_guess) && (is_used || proposed == 0) {
@@ -262,7 +263,7 @@ mod tests {
             .map(|_| {
                 let count = drafter.count(Source::Head, 5);
                 let times = [ms(count as u64), ms(pass_ms(count + 1))];
-                drafter.record(Some(Source::Head), [count, count.min(right)], times);
+                drafter.record(Some(Source::Head), [count, count.min(right)], Some(times));
                 count
             })
             .collect()
@@ -307,7 +308,7 @@ mod tests {
             let has_guess = pass % 2 == 0;
             let count = if has_guess { drafter.count(Source::Lookup, 1) } else { 0 };
             let pass_ms = if has_guess { [10, 22][count] } else { 30 };
-            drafter.record(Some(Source::Lookup), [count, count], [ms(0), ms(pass_ms)]);
+            drafter.record(Some(Source::Lookup), [count, count], Some([ms(0), ms(pass_ms)]));
             count
         };
         let counts: Vec<usize> = (0..2000).map(drafted).collect();

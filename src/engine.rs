@@ -10,18 +10,17 @@ use crate::bail;
 use crate::config::Config;
 use crate::cpu::{self, Isa};
 use crate::disk::{self, Direct};
-use crate::draft::{self, DRAFTS_MAX, Drafter, Source};
+use crate::draft::{self, DRAFTS_MAX, Drafter};
 use crate::error::{Context, Result};
 use crate::experts::usage::Usage;
 use crate::experts::{Counters, ExpertStore};
 use crate::grammar::{Constraint, Grammar, Vocabulary};
-use crate::kv::KvCache;
+use crate::kv::{KvCache, Sequence};
 use crate::memory::Available;
-use crate::model::{LOGITS_ROWS_MAX, Model, Observer, Runtime, Scratch};
+use crate::model::{Model, Observer, Runtime, Scratch};
 use crate::ops::{Compute, Tally};
 use crate::plan::{Limit, Plan};
 use crate::safetensors::Directory;
-use crate::sample::{Choose, argmax};
 use crate::state::{Fingerprint, Journal, common_tokens};
 use crate::sys;
 use crate::tokenizer::Tokenizer;
@@ -30,10 +29,11 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Instant;
 
+mod generate;
 mod saved;
 
+pub use generate::{Generation, Member};
 pub use saved::{Restored, Saved};
 
 /// How a model is opened.
@@ -97,8 +97,9 @@ impl Options {
         let index_layers = weights.index_layers();
         let context_bytes = |tokens| {
             let kv_bytes = self.sessions * KvCache::bytes(config, &index_layers, tokens);
-            // A pass that checks drafts has as many rows at least.
-            let rows = self.chunk_rows.max(1 + DRAFTS_MAX);
+            // One session may run a part of its prompt while the others check drafts.
+            let checking = 1 + DRAFTS_MAX;
+            let rows = self.chunk_rows.max(checking) + (self.sessions.max(1) - 1) * checking;
             let head_bytes = 4 * (rows + ABSORB_ROWS) * config.hidden_size;
             (kv_bytes, Scratch::bytes(config, tokens, rows, self.threads) + head_bytes)
         };
@@ -230,6 +231,15 @@ impl Engine {
         });
     }
 
+    /// Notes that `rows` were run, and chooses the pins anew when it is time.
+    fn repin(&self, rows: usize, runtime: &mut Runtime) {
+        let run = self.unpinned_tokens.fetch_add(rows, Relaxed) + rows;
+        if self.options.repin_tokens > 0 && run >= self.options.repin_tokens {
+            self.unpinned_tokens.store(0, Relaxed);
+            self.pin(&mut runtime.store);
+        }
+    }
+
     fn runtime(&self) -> MutexGuard<'_, Runtime> {
         self.runtime.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -335,7 +345,6 @@ impl Engine {
             logits: Vec::new(),
             head: self.model.weights.mtp.as_ref().map(|_| Head::default()),
             drafter: Drafter::new(self.options.drafts),
-            batch: Vec::new(),
             journal: None,
         })
     }
@@ -374,8 +383,6 @@ pub struct Session<'a> {
     /// Where the model has a draft head
     head: Option<Head>,
     drafter: Drafter,
-    /// The next token and the drafts behind it.
-    batch: Vec<u32>,
     /// The file it was restored from or saved to last.
     journal: Option<Journal>,
 }
@@ -432,122 +439,6 @@ impl Session<'_> {
         if let Some(head) = &mut self.head {
             head.truncate(count, self.engine.model.config.hidden_size);
         }
-    }
-
-    /// Continues `prompt` by at most `new_tokens` tokens. Each goes to `on_token`, which returns
-    /// false to end the turn; stop tokens end it without being handed over. Drafts are run along
-    /// with each token; those that would have been chosen anyway are tokens of the reply.
-    ///
-    /// `position` of a draw is the length of the timeline before the drawn token.
-    pub fn generate<O: Observer>(
-        &mut self,
-        prompt: &[u32],
-        new_tokens: usize,
-        chooser: &mut (impl Choose + ?Sized),
-        observer: &mut O,
-        mut on_token: impl FnMut(u32, &mut O) -> Result<bool>,
-    ) -> Result<Finish> {
-        let stop_tokens = self.engine.stop_tokens();
-        let mut tokens = prompt.to_vec();
-        chooser.start_reply(prompt.len());
-        let room = self.kv.capacity_tokens();
-        if new_tokens > 0 {
-            let logits = self.advance(&tokens, observer)?;
-            let first = chooser.choose(logits, &tokens)?;
-            observer.chosen(first, logits);
-            tokens.push(first);
-        }
-        for told in prompt.len()..prompt.len() + new_tokens {
-            if told == tokens.len() {
-                // The last token may be drawn from a full context; it is only never fed back.
-                if self.tokens.len() >= room {
-                    return Ok(Finish::Length);
-                }
-                let left = prompt.len() + new_tokens - told;
-                self.step(&mut tokens, left, chooser, observer)?;
-            }
-            let token = tokens[told];
-            if stop_tokens.contains(&token) {
-                return Ok(Finish::Stop);
-            }
-            if !on_token(token, observer)? {
-                return Ok(Finish::Stop);
-            }
-        }
-        Ok(Finish::Length)
-    }
-
-    /// Commits the last of `tokens`, whose others are committed, and the drafts behind it that are
-    /// right: those are appended to `tokens`, and the token that follows them.
-    fn step<O: Observer>(
-        &mut self,
-        tokens: &mut Vec<u32>,
-        left: usize,
-        chooser: &mut (impl Choose + ?Sized),
-        observer: &mut O,
-    ) -> Result<()> {
-        let (start, before) = (Instant::now(), tokens.len());
-        let most = (left - 1).min(self.kv.capacity_tokens() - before);
-        let forced = chooser.forced(most.min(DRAFTS_MAX))?;
-        let source = self.guess(tokens, &forced, most)?;
-        let guessing = start.elapsed();
-        let batch = std::mem::take(&mut self.batch);
-        let mut is_right = true;
-        self.forward(&batch, 0..batch.len(), observer, |row, logits, observer| {
-            if is_right {
-                let token = chooser.choose(logits, tokens)?;
-                observer.chosen(token, logits);
-                is_right = batch.get(row + 1) == Some(&token);
-                tokens.push(token);
-            }
-            Ok(())
-        })?;
-        let accepted = tokens.len() - before - 1;
-        self.truncate(before + accepted);
-        observer.drafted(before, &batch[1..], accepted);
-        let counts = [batch.len() - 1, accepted];
-        self.drafter.record(source, counts, [guessing, start.elapsed() - guessing]);
-        self.batch = batch;
-        Ok(())
-    }
-
-    /// Fills `self.batch` with the last of `tokens`, whose others are committed, and at most `most`
-    /// that may follow it, `forced` ones first; says where those are from.
-    fn guess(&mut self, tokens: &[u32], forced: &[u32], most: usize) -> Result<Option<Source>> {
-        self.batch.clear();
-        self.batch.push(tokens[tokens.len() - 1]);
-        let has_head = self.head.is_some();
-        let found = draft::look_up(tokens, most.min(DRAFTS_MAX));
-        // A fixed number is the head's, where there is one, but what is forced needs no guess.
-        let is_heads = has_head && self.engine.options.drafts.is_some();
-        let found = if is_heads { &[] } else { found };
-        for (source, found) in [(Source::Grammar, forced), (Source::Lookup, found)] {
-            let count = self.drafter.count(source, found.len());
-            if count > 0 {
-                self.batch.extend_from_slice(&found[..count]);
-                return Ok(Some(source));
-            }
-        }
-        let count = if has_head { self.drafter.count(Source::Head, most) } else { 0 };
-        if count == 0 {
-            self.absorb(ABSORB_ROWS)?;
-            return Ok(None);
-        }
-        self.absorb(1)?;
-        let Session { engine, kv, batch, head: Some(head), .. } = self else { return Ok(None) };
-        let Engine { model, runtime, .. } = engine;
-        let mut runtime = runtime.lock().unwrap_or_else(PoisonError::into_inner);
-        head.input.clone_from(&head.hidden);
-        for i in 0..count {
-            let keeps_selection = i > 0 && model.config.index_share_for_mtp_iteration;
-            let row = head.rows + i;
-            model.draft(batch[i], row, &head.input, keeps_selection, kv, &mut runtime)?;
-            head.input.copy_from_slice(model.hidden(&runtime.scratch, 0));
-            model.logits(0..1, row, &mut runtime, &mut self.logits)?;
-            batch.push(argmax(&self.logits)?);
-        }
-        head.assumed = Some(batch[0]);
-        Ok(Some(Source::Head))
     }
 
     /// Hands the draft head every hidden state whose next token is committed, if they are at least
@@ -632,26 +523,22 @@ impl Session<'_> {
         observer: &mut dyn Observer,
         mut sink: impl FnMut(usize, &[f32], &mut dyn Observer) -> Result<()>,
     ) -> Result<()> {
-        let (model, first) = (&self.engine.model, self.tokens.len());
-        let mut runtime = self.engine.runtime();
-        model.forward(batch, first, &mut self.kv, &mut runtime, observer)?;
+        let Session { engine, tokens, kv, logits, .. } = self;
+        let (model, mut runtime) = (&engine.model, engine.runtime());
+        let mut sequence = [Sequence::new(batch, tokens.len(), kv)];
+        model.forward(&mut sequence, &mut runtime, &mut [&mut *observer])?;
+        model.logits(wanted, &mut runtime, logits, |row, logits| sink(row, logits, observer))?;
+        self.commit(batch, 0, &runtime.scratch);
+        self.engine.repin(batch.len(), &mut runtime);
+        Ok(())
+    }
+
+    /// Takes `batch` into the timeline, which is there in `scratch` from row `first` on.
+    fn commit(&mut self, batch: &[u32], first: usize, scratch: &Scratch) {
         if let Some(head) = &mut self.head {
-            let rows = (0..batch.len()).flat_map(|t| model.hidden(&runtime.scratch, t));
-            head.hidden.extend(rows);
+            let rows = first..first + batch.len();
+            head.hidden.extend(rows.flat_map(|t| self.engine.model.hidden(scratch, t)));
         }
         self.tokens.extend_from_slice(batch);
-        for row in wanted.clone().step_by(LOGITS_ROWS_MAX) {
-            let rows = row..(row + LOGITS_ROWS_MAX).min(wanted.end);
-            model.logits(rows.clone(), first, &mut runtime, &mut self.logits)?;
-            let logits = self.logits.chunks_exact(model.config.vocab_size);
-            rows.zip(logits).try_for_each(|(row, logits)| sink(row, logits, observer))?;
-        }
-        let Engine { options, unpinned_tokens, .. } = self.engine;
-        let run = unpinned_tokens.fetch_add(batch.len(), Relaxed) + batch.len();
-        if options.repin_tokens > 0 && run >= options.repin_tokens {
-            unpinned_tokens.store(0, Relaxed);
-            self.engine.pin(&mut runtime.store);
-        }
-        Ok(())
     }
 }

@@ -48,6 +48,11 @@ impl Error {
         Error { message: "interrupted".into(), kind: Kind::Interrupted }
     }
 
+    /// Whether it is such an interruption.
+    pub fn is_interrupt(&self) -> bool {
+        matches!(self.kind, Kind::Interrupted)
+    }
+
     /// Puts `context` (a file, tensor, field or step) in front of the message.
     pub fn context(self, context: impl fmt::Display) -> Error {
         Error { message: format!("{context}: {}", self.message), kind: self.kind }

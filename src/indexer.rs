@@ -21,9 +21,10 @@ use crate::error::Result;
 use crate::kernels::attention::{Keys, Scores};
 use crate::kernels::elementwise::IndexScores;
 use crate::kernels::{LANES, fit, reserve, tiles};
-use crate::kv::KvCache;
+use crate::kv::Sequence;
 use crate::ops::{Compute, Rows, layer_norm_in_place, rotate};
 use crate::weights::Indexer;
+use std::ops::Range;
 use std::time::Instant;
 
 /// Epsilon of the key's LayerNorm; fixed, not the configuration's.
@@ -100,25 +101,27 @@ impl Scratch {
     }
 }
 
-/// Whether any row of a batch of `rows` from position `first` sees more keys than are kept.
-pub fn must_choose(config: &Config, first: usize, rows: usize) -> bool {
-    first + rows > config.index_topk
+/// Whether any row of a batch sees more keys than are kept.
+pub fn must_choose(config: &Config, batch: &[Sequence<'_>]) -> bool {
+    batch.iter().any(|sequence| sequence.first + sequence.tokens.len() > config.index_topk)
 }
 
 /// Caches the index keys of the batch, from the projections in `scratch.rows`.
 pub fn cache_keys(
     weights: &Indexer,
     config: &Config,
-    Rows { layer, first, angles }: Rows<'_>,
-    kv: &mut KvCache,
+    Rows { layer, angles }: Rows<'_>,
+    batch: &mut [Sequence<'_>],
     scratch: &mut Scratch,
 ) {
     let (dim, rope) = (config.index_head_dim, config.qk_rope_head_dim);
-    let keys = scratch.rows.keys.chunks_exact_mut(dim);
-    for (t, (key, angles)) in keys.zip(angles).enumerate() {
-        layer_norm_in_place(key, &weights.k_norm, &weights.k_norm_bias, KEY_NORM_EPS);
-        rotate(&mut key[..rope], angles);
-        kv.index_key_mut(layer, first + t)[..dim].copy_from_slice(key);
+    let mut keys = scratch.rows.keys.chunks_exact_mut(dim).zip(angles);
+    for Sequence { tokens, first, kv, .. } in batch {
+        for (position, (key, angles)) in (*first..*first + tokens.len()).zip(&mut keys) {
+            layer_norm_in_place(key, &weights.k_norm, &weights.k_norm_bias, KEY_NORM_EPS);
+            rotate(&mut key[..rope], angles);
+            kv.index_key_mut(layer, position)[..dim].copy_from_slice(key);
+        }
     }
 }
 
@@ -129,18 +132,17 @@ pub fn cache_keys(
 pub fn select(
     compute: &mut Compute,
     config: &Config,
-    batch: Rows<'_>,
-    kv: &KvCache,
+    Rows { layer, angles }: Rows<'_>,
+    batch: &[Sequence<'_>],
     scratch: &mut Scratch,
     selection: &mut Selection,
 ) -> Result<()> {
     let start = Instant::now();
     let (heads, dim, rope) = (config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim);
-    let Rows { first, angles, .. } = batch;
     let rows = angles.len();
     let Scratch { rows: raw, queries, .. } = scratch;
     selection.keep_all(rows);
-    if !must_choose(config, first, rows) {
+    if !must_choose(config, batch) {
         return Ok(());
     }
     let chunks = dim.div_ceil(LANES);
@@ -152,12 +154,30 @@ pub fn select(
     }
     let head_scale = 1.0 / (heads as f32).sqrt();
     raw.head_weights[..rows * heads].iter_mut().for_each(|weight| *weight *= head_scale);
+    for sequence in batch {
+        let kept = &mut selection.rows[sequence.rows()];
+        select_keys(compute, config, layer, sequence, scratch, kept)?;
+    }
+    compute.tally.indexer_s += start.elapsed().as_secs_f64();
+    Ok(())
+}
+
+/// Selects the keys of the rows of one sequence.
+fn select_keys(
+    compute: &mut Compute,
+    config: &Config,
+    layer: usize,
+    sequence: &Sequence<'_>,
+    scratch: &mut Scratch,
+    kept: &mut [Kept],
+) -> Result<()> {
+    let (first, rows) = (sequence.first, sequence.tokens.len());
     let choosing = config.index_topk.saturating_sub(first)..rows;
     let stride = first + rows;
     let turn = (SCORES_MAX / stride).max(1);
     for t in choosing.clone().step_by(turn) {
         let turn = t..(t + turn).min(choosing.end);
-        score_keys(compute, config, batch, turn.clone(), kv, scratch);
+        score_keys(compute, config, layer, sequence, turn.clone(), scratch);
         let all_scores = &scratch.scores;
         let scores = |i: usize| &all_scores[i * stride..][..first + turn.start + i + 1];
         for i in 0..turn.len() {
@@ -166,7 +186,7 @@ pub fn select(
                 bail!("position {position}: the index score of key {s} is {score}");
             }
         }
-        let kept = &mut selection.rows[turn.clone()];
+        let kept = &mut kept[turn.clone()];
         scratch.cuts.clear();
         scratch.cuts.extend(0..=kept.len());
         let (cuts, workers) = (&scratch.cuts, &mut scratch.workers);
@@ -176,23 +196,22 @@ pub fn select(
             kept[0].choose(scores(i), config.index_topk, &mut worker.order);
         });
     }
-    compute.tally.indexer_s += start.elapsed().as_secs_f64();
     Ok(())
 }
 
-/// score[t, s] = Σ_h w[h] · relu(query[h] · key[s] · dI^-½) for the rows `turn` of the batch, into
-/// `scratch.scores`, whose rows hold all keys that the last row of the batch sees.
+/// score[t, s] = Σ_h w[h] · relu(query[h] · key[s] · dI^-½) for the rows `turn` of a sequence, into
+/// `scratch.scores`, whose rows hold all keys that the last row of the sequence sees.
 fn score_keys(
     compute: &mut Compute,
     config: &Config,
-    batch: Rows<'_>,
-    turn: std::ops::Range<usize>,
-    kv: &KvCache,
+    layer: usize,
+    Sequence { tokens, first, row, kv }: &Sequence<'_>,
+    turn: Range<usize>,
     scratch: &mut Scratch,
 ) {
-    let (heads, dim) = (config.index_n_heads, config.index_head_dim);
-    let stride = batch.first + batch.angles.len();
-    let (rows, chunks) = kv.index_keys(batch.layer);
+    let (heads, dim, first_seen) = (config.index_n_heads, config.index_head_dim, first + 1);
+    let stride = first + tokens.len();
+    let (rows, chunks) = kv.index_keys(layer);
     let keys = Keys { rows, chunks, positions: None };
     let scale = 1.0 / (dim as f32).sqrt();
     let Scratch { rows: raw, queries, scores, cuts, workers } = scratch;
@@ -217,11 +236,12 @@ fn score_keys(
     compute.pool.share(macs, scores, cuts, workers, |i, scores, worker| {
         let (t, first) = (turn.start + i / parts, i % parts * KEYS);
         // Keys behind the row's own position are not there for it.
-        let count = scores.len().min((batch.first + t + 1).saturating_sub(first));
+        let count = scores.len().min((first_seen + t).saturating_sub(first));
         if count == 0 {
             return;
         }
-        let queries = &queries[t * heads * chunks..(t + 1) * heads * chunks];
+        let row = row + t;
+        let queries = &queries[row * heads * chunks..(row + 1) * heads * chunks];
         let keys = Keys { rows: &keys.rows[first * chunks..], ..keys };
         let dots = fit(&mut worker.dots, heads * count, 0.0);
         arithmetic.run(Scores {
@@ -234,7 +254,7 @@ fn score_keys(
             prefetch: false,
             scratch: &mut worker.tiles,
         });
-        let weights = &raw.head_weights[t * heads..(t + 1) * heads];
+        let weights = &raw.head_weights[row * heads..(row + 1) * heads];
         let scores = &mut scores[..count];
         arithmetic.run(IndexScores { dots, stride: count, weights, scores });
     });

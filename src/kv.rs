@@ -12,6 +12,40 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::kernels::LANES;
 use crate::sys::Pages;
+use std::ops::Range;
+
+/// Consecutive positions of one timeline: its rows of a batch.
+pub struct Sequence<'a> {
+    /// Tokens, at least one.
+    pub tokens: &'a [u32],
+    /// Position of the first of them.
+    pub first: usize,
+    /// Its place among the rows of the batch, see [`Sequence::place`].
+    pub row: usize,
+    /// Holds the positions before, and has room for these.
+    pub kv: &'a mut KvCache,
+}
+
+impl<'a> Sequence<'a> {
+    /// The positions from `first` on.
+    pub fn new(tokens: &'a [u32], first: usize, kv: &'a mut KvCache) -> Sequence<'a> {
+        assert!(first + tokens.len() <= kv.capacity_tokens(), "the cache is too small");
+        Sequence { tokens, first, row: 0, kv }
+    }
+
+    /// Gives each sequence of a batch its rows, one after the other; returns how many there are.
+    pub fn place(batch: &mut [Sequence<'_>]) -> usize {
+        batch.iter_mut().fold(0, |row, sequence| {
+            sequence.row = row;
+            row + sequence.tokens.len()
+        })
+    }
+
+    /// Its rows of the batch.
+    pub fn rows(&self) -> Range<usize> {
+        self.row..self.row + self.tokens.len()
+    }
+}
 
 /// Cache of all layers for up to `capacity_tokens` positions.
 pub struct KvCache {

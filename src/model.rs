@@ -1,8 +1,8 @@
 //! The forward pass: tokens in, logits out, one batch of rows at a time.
 //!
 //! x = embedding(token). For each layer: x += attention(norm(x)); x += mlp(norm(x)). Then the
-//! final norm and the output head. A batch is consecutive positions of one timeline; how a prompt
-//! is cut into batches never changes a bit, because every row's arithmetic is its own.
+//! final norm and the output head. A batch is consecutive positions of one timeline, or of several;
+//! how timelines are cut into batches never changes a bit, because every row's arithmetic is its own.
 
 #![forbid(unsafe_code)]
 
@@ -13,12 +13,11 @@ use crate::error::{Context, Error, Result};
 use crate::experts::ExpertStore;
 use crate::indexer::{self, Selection};
 use crate::kernels::{Activations, Forms, add, fit, tiles};
-use crate::kv::KvCache;
+use crate::kv::Sequence;
 use crate::moe::{self, Ahead};
 use crate::ops::{Compute, Product, Rope, Rows, Stage, rms_norm};
 use crate::safetensors::Directory;
 use crate::weights::{Layer, Mlp, Weights};
-use std::ops::Range;
 use std::sync::Arc;
 
 /// Sees what the forward pass decides; for tests and tracing. Every method does nothing unless
@@ -44,6 +43,9 @@ pub trait Observer {
 /// An observer that looks at nothing.
 pub struct Unobserved;
 impl Observer for Unobserved {}
+
+/// One for each sequence of a batch.
+pub type Observers<'a, 'o> = [&'a mut (dyn Observer + 'o)];
 
 /// What a forward pass reads and never changes.
 pub struct Model {
@@ -77,6 +79,8 @@ pub struct Scratch {
     input: Activations,
     /// `[T, D]` output of a half layer
     delta: Vec<f32>,
+    /// Position of each row, and its rotary angles
+    positions: Vec<usize>,
     angles: Vec<Vec<(f32, f32)>>,
     /// 0, 1, …: the rows of a batch
     all: Vec<u32>,
@@ -94,15 +98,13 @@ pub struct Scratch {
 struct Pass<'a> {
     layer: &'a Layer,
     index: usize,
-    /// Position of the first row.
-    first: usize,
     rows: usize,
     /// Keeps the keys that the last batch selected instead of selecting anew.
     keeps_selection: bool,
 }
 
-/// Most rows of one batch whose logits are asked for.
-pub const LOGITS_ROWS_MAX: usize = 16;
+/// Most rows whose logits are held at once.
+const LOGITS_ROWS_MAX: usize = 16;
 /// Vocabulary-sized rows of four bytes that choosing a token takes: a copy of the logits and a
 /// ranking of (token, weight).
 const SAMPLER_ROWS: usize = 5;
@@ -138,23 +140,22 @@ impl Model {
         Model { config, directory: Arc::new(directory), weights, rope }
     }
 
-    /// Runs `tokens` at positions `first…`; [`Model::logits`] then gives what any of them predicts.
+    /// Runs the rows of all sequences; [`Model::logits`] then gives what any of them predicts. Each
+    /// has an observer of its own.
     ///
-    /// The cache must hold the positions before `first` and have room for the tokens. Errors: a
-    /// token outside the vocabulary, a failed expert read, a non-finite value (with layer and
-    /// position), an interruption. After an error the cache beyond `first` is undefined.
+    /// Errors: a token outside the vocabulary, a failed expert read, a non-finite value (with layer
+    /// and position), an interruption, which all observers must want. After an error the caches
+    /// are undefined from the first of these positions on.
     pub fn forward(
         &self,
-        tokens: &[u32],
-        first: usize,
-        kv: &mut KvCache,
+        batch: &mut [Sequence<'_>],
         runtime: &mut Runtime,
-        observer: &mut dyn Observer,
+        observers: &mut Observers<'_, '_>,
     ) -> Result<()> {
-        assert!(first + tokens.len() <= kv.capacity_tokens(), "the cache is too small");
         let Runtime { compute, store, scratch } = runtime;
-        self.embed(tokens, first, scratch)?;
-        let (rows, hidden) = (tokens.len(), self.config.hidden_size);
+        let rows = Sequence::place(batch);
+        let each = batch.iter().flat_map(|s| s.tokens.iter().copied().zip(s.first..));
+        self.embed(each, scratch)?;
         let has_waited = store.take_waited();
         for (index, layer) in self.weights.layers.iter().enumerate() {
             if has_waited && matches!(layer.mlp, Mlp::Dense(_)) {
@@ -163,18 +164,18 @@ impl Model {
                 let reads = (&self.directory, &mut *store);
                 moe::look_ahead(compute, &self.config, ahead, reads, moe_scratch);
             }
-            if observer.interrupted() {
+            // All are asked, also behind one that goes on.
+            if observers.iter_mut().fold(true, |all, observer| observer.interrupted() & all) {
                 return Err(Error::interrupted());
             }
-            self.observe_hidden(index, first, &scratch.x[..rows * hidden], observer);
-            let pass = Pass { layer, index, first, rows, keeps_selection: false };
-            self.run_layer(pass, kv, (compute, store), scratch, observer)?;
+            self.observe_hidden(index, &scratch.x, batch, observers);
+            let pass = Pass { layer, index, rows, keeps_selection: false };
+            self.run_layer(pass, batch, (compute, store), scratch, observers)?;
         }
-        self.observe_hidden(self.config.num_layers, first, &scratch.x[..rows * hidden], observer);
+        self.observe_hidden(self.config.num_layers, &scratch.x, batch, observers);
         let forms = Forms::of_rows(rows).and(self.weights.lm_head.source.format);
         self.norm(compute, rows, &self.weights.final_norm, forms, scratch);
-        let normed = &scratch.normed[..rows * hidden];
-        self.observe_hidden(self.config.num_layers + 1, first, normed, observer);
+        self.observe_hidden(self.config.num_layers + 1, &scratch.normed, batch, observers);
         Ok(())
     }
 
@@ -184,46 +185,67 @@ impl Model {
         &scratch.normed[t * hidden..(t + 1) * hidden]
     }
 
-    /// Logits `[rows, V]` of some rows of the batch that [`Model::forward`] just ran from position
-    /// `first` on. Error: a logit that is not finite, with position and token.
+    /// Hands the logits `[V]` of some rows of the batch that just ran to `sink`, in order; those of
+    /// the last ones stay in `logits`. Errors: a logit that is not finite, with position and token;
+    /// those of the sink.
     pub fn logits(
         &self,
-        rows: Range<usize>,
-        first: usize,
+        mut rows: impl Iterator<Item = usize>,
         runtime: &mut Runtime,
         logits: &mut Vec<f32>,
+        mut sink: impl FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
-        let Scratch { input, all, stage, .. } = &mut runtime.scratch;
-        let vocab = self.config.vocab_size;
-        logits.resize(rows.len() * vocab, 0.0);
-        let (matrix, tokens) = (self.weights.lm_head.encoded(), &all[rows.clone()]);
-        stage.run(&mut runtime.compute, 1, |_| Product { matrix, x: input, tokens });
-        stage.copy(&mut runtime.compute, 0, logits);
-        if let Some(i) = logits.iter().position(|logit| !logit.is_finite()) {
-            let (position, token) = (first + rows.start + i / vocab, i % vocab);
-            bail!("position {position}: the logit of token {token} is {}", logits[i]);
+        let Runtime { compute, scratch: Scratch { input, positions, stage, .. }, .. } = runtime;
+        let (matrix, vocab) = (self.weights.lm_head.encoded(), self.config.vocab_size);
+        let mut places = [0; LOGITS_ROWS_MAX];
+        loop {
+            let mut count = 0;
+            for (place, row) in places.iter_mut().zip(&mut rows) {
+                *place = row as u32;
+                count += 1;
+            }
+            if count == 0 {
+                return Ok(());
+            }
+            let tokens = &places[..count];
+            logits.resize(count * vocab, 0.0);
+            stage.run(compute, 1, |_| Product { matrix, x: input, tokens });
+            stage.copy(compute, 0, logits);
+            for (row, logits) in tokens.iter().zip(logits.chunks_exact(vocab)) {
+                let row = *row as usize;
+                if let Some(token) = logits.iter().position(|logit| !logit.is_finite()) {
+                    let (position, logit) = (positions[row], logits[token]);
+                    bail!("position {position}: the logit of token {token} is {logit}");
+                }
+                sink(row, logits)?;
+            }
         }
-        Ok(())
     }
 
-    /// x = embedding rows; angles of each position.
-    fn embed(&self, tokens: &[u32], first: usize, scratch: &mut Scratch) -> Result<()> {
-        let hidden = self.config.hidden_size;
-        let Scratch { x, angles, all, embedding_row, .. } = scratch;
-        let x = fit(x, tokens.len() * hidden, 0.0);
-        if angles.len() < tokens.len() {
-            angles.resize(tokens.len(), Vec::new());
+    /// x = embedding rows of (token, position); angles of each position.
+    fn embed(
+        &self,
+        rows: impl Iterator<Item = (u32, usize)> + Clone,
+        scratch: &mut Scratch,
+    ) -> Result<()> {
+        let (hidden, count) = (self.config.hidden_size, rows.clone().count());
+        let Scratch { x, positions, angles, all, embedding_row, .. } = scratch;
+        let x = fit(x, count * hidden, 0.0);
+        if angles.len() < count {
+            angles.resize(count, Vec::new());
         }
-        for i in all.len()..moe::pass_rows(tokens.len()) {
+        for i in all.len()..moe::pass_rows(count) {
             all.push(i as u32);
         }
-        for ((t, token), row) in tokens.iter().enumerate().zip(x.chunks_exact_mut(hidden)) {
-            if *token as usize >= self.config.vocab_size {
+        positions.clear();
+        for (((token, position), angles), row) in rows.zip(angles).zip(x.chunks_exact_mut(hidden)) {
+            if token as usize >= self.config.vocab_size {
                 let vocab = self.config.vocab_size;
-                bail!("token {token} at position {}: the vocabulary has {vocab}", first + t);
+                bail!("token {token} at position {position}: the vocabulary has {vocab}");
             }
-            self.weights.embedding.read(&self.directory, *token, row, embedding_row)?;
-            self.rope.angles(first + t, &mut angles[t]);
+            self.weights.embedding.read(&self.directory, token, row, embedding_row)?;
+            self.rope.angles(position, angles);
+            positions.push(position);
         }
         Ok(())
     }
@@ -232,13 +254,13 @@ impl Model {
     fn run_layer(
         &self,
         pass: Pass<'_>,
-        kv: &mut KvCache,
+        batch: &mut [Sequence<'_>],
         (compute, store): (&mut Compute, &mut ExpertStore),
         scratch: &mut Scratch,
-        observer: &mut dyn Observer,
+        observers: &mut Observers<'_, '_>,
     ) -> Result<()> {
-        self.attention_half(pass, kv, compute, scratch, observer)
-            .and_then(|()| self.mlp_half(pass, store, compute, scratch, observer))
+        self.attention_half(pass, batch, compute, scratch, observers)
+            .and_then(|()| self.mlp_half(pass, batch, (compute, store), scratch, observers))
             .context(|| format!("layer {}", pass.index))
     }
 
@@ -246,26 +268,25 @@ impl Model {
     fn attention_half(
         &self,
         pass: Pass<'_>,
-        kv: &mut KvCache,
+        batch: &mut [Sequence<'_>],
         compute: &mut Compute,
         scratch: &mut Scratch,
-        observer: &mut dyn Observer,
+        observers: &mut Observers<'_, '_>,
     ) -> Result<()> {
-        let Pass { layer, index, first, rows, keeps_selection } = pass;
+        let Pass { layer, index, rows, keeps_selection } = pass;
         let config = &self.config;
-        let chooses = layer.indexer.is_some()
-            && !keeps_selection
-            && indexer::must_choose(config, first, rows);
-        self.project(pass, chooses, kv, compute, scratch);
+        let selects = layer.indexer.is_some() && !keeps_selection;
+        let chooses = selects && indexer::must_choose(config, batch);
+        self.project(pass, chooses, batch, compute, scratch);
         let Scratch { x, delta, angles, all, stage, selection, .. } = scratch;
         let (attn, idx) = (&mut scratch.attention, &mut scratch.indexer);
         let (all, delta) = (&all[..rows], fit(delta, rows * config.hidden_size, 0.0));
-        let batch = Rows { layer: index, first, angles: &angles[..rows] };
-        if layer.indexer.is_some() && !keeps_selection {
-            indexer::select(compute, config, batch, kv, idx, selection)?;
-            for t in 0..rows {
-                observer.kept(index, first + t, selection.kept(t));
-            }
+        let rows_of = Rows { layer: index, angles: &angles[..rows] };
+        if selects {
+            indexer::select(compute, config, rows_of, batch, idx, selection)?;
+            each_row(batch, observers, |t, position, observer| {
+                observer.kept(index, position, selection.kept(t));
+            });
         } else if layer.indexer.is_none() && (!self.weights.has_indexer || self.is_mtp(index)) {
             selection.keep_all(rows);
         }
@@ -275,9 +296,9 @@ impl Model {
             stage,
             &layer.attention,
             config,
-            batch,
+            rows_of,
             selected,
-            kv,
+            batch,
             attn,
             delta,
         );
@@ -289,9 +310,9 @@ impl Model {
     /// queries only if keys are to be chosen.
     fn project(
         &self,
-        Pass { layer, index, first, rows, .. }: Pass<'_>,
+        Pass { layer, index, rows, .. }: Pass<'_>,
         chooses: bool,
-        kv: &mut KvCache,
+        batch: &mut [Sequence<'_>],
         compute: &mut Compute,
         scratch: &mut Scratch,
     ) {
@@ -301,7 +322,7 @@ impl Model {
         self.norm(compute, rows, &layer.input_norm, forms, scratch);
         let Scratch { input, angles, all, stage, .. } = scratch;
         let (attn, idx) = (&mut scratch.attention, &mut scratch.indexer);
-        let batch = Rows { layer: index, first, angles: &angles[..rows] };
+        let rows_of = Rows { layer: index, angles: &angles[..rows] };
         attention::project(
             compute,
             stage,
@@ -309,14 +330,14 @@ impl Model {
             indexer,
             chooses,
             config,
-            batch,
+            rows_of,
             (input, &all[..rows]),
-            kv,
+            batch,
             attn,
             &mut idx.rows,
         );
         if let Some(indexer) = indexer {
-            indexer::cache_keys(indexer, config, batch, kv, idx);
+            indexer::cache_keys(indexer, config, rows_of, batch, idx);
         }
     }
 
@@ -345,27 +366,27 @@ impl Model {
     /// x += mlp(norm(x)).
     fn mlp_half(
         &self,
-        Pass { layer, index, first, rows, .. }: Pass<'_>,
-        store: &mut ExpertStore,
-        compute: &mut Compute,
+        Pass { layer, index, rows, .. }: Pass<'_>,
+        batch: &[Sequence<'_>],
+        (compute, store): (&mut Compute, &mut ExpertStore),
         scratch: &mut Scratch,
-        observer: &mut dyn Observer,
+        observers: &mut Observers<'_, '_>,
     ) -> Result<()> {
         let forms = match &layer.mlp {
             Mlp::Dense(ffn) => moe::dense_forms(ffn, rows),
             Mlp::Sparse(moe) => moe::sparse_forms(moe, rows),
         };
         self.norm(compute, rows, &layer.post_attention_norm, forms, scratch);
-        let Scratch { x: residual, input, delta, all, moe: moe_scratch, .. } = scratch;
+        let Scratch { x: residual, input, delta, positions, all, moe: moe_scratch, .. } = scratch;
         let delta = fit(delta, rows * self.config.hidden_size, 0.0);
         match &layer.mlp {
             Mlp::Dense(ffn) => moe::dense(compute, ffn, (input, &all[..rows]), delta, moe_scratch),
             Mlp::Sparse(moe) => {
                 let x = (&*input, &all[..rows]);
-                moe::route(compute, moe, &self.config, first, x, moe_scratch)?;
-                for t in 0..rows {
-                    observer.routed(index, first + t, moe_scratch.route(t));
-                }
+                moe::route(compute, moe, &self.config, positions, x, moe_scratch)?;
+                each_row(batch, observers, |t, position, observer| {
+                    observer.routed(index, position, moe_scratch.route(t));
+                });
                 let (directory, x) = (&self.directory, (&*input, rows, &all[..]));
                 let ahead = (&self.config, self.ahead(index + 1, rows, residual));
                 moe::sparse(compute, moe, index, x, delta, directory, store, ahead, moe_scratch)?;
@@ -381,9 +402,27 @@ impl Model {
         Ahead { layers: &self.weights.layers, from, residual }
     }
 
-    fn observe_hidden(&self, layer: usize, first: usize, x: &[f32], observer: &mut dyn Observer) {
-        for (t, row) in x.chunks_exact(self.config.hidden_size).enumerate() {
-            observer.hidden(layer, first + t, row);
-        }
+    fn observe_hidden(
+        &self,
+        layer: usize,
+        x: &[f32],
+        batch: &[Sequence<'_>],
+        observers: &mut Observers<'_, '_>,
+    ) {
+        let width = self.config.hidden_size;
+        each_row(batch, observers, |t, position, observer| {
+            observer.hidden(layer, position, &x[t * width..(t + 1) * width]);
+        });
+    }
+}
+
+/// Calls `f(row, its position, its observer)` for each row of a batch; nothing without observers.
+fn each_row(
+    batch: &[Sequence<'_>],
+    observers: &mut Observers<'_, '_>,
+    mut f: impl FnMut(usize, usize, &mut dyn Observer),
+) {
+    for (sequence, observer) in batch.iter().zip(observers) {
+        sequence.rows().zip(sequence.first..).for_each(|(t, position)| f(t, position, *observer));
     }
 }

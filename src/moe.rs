@@ -321,14 +321,14 @@ pub fn dense(
     scratch.pass.down.copy(compute, 0, out);
 }
 
-/// Routes each row of `x [T, D]`, the first at position `first`, into `scratch`.
+/// Routes each row of `x [T, D]`, at these positions of their timelines, into `scratch`.
 ///
 /// Errors: a non-finite router logit, with position and expert. (The caller adds the layer.)
 pub fn route(
     compute: &mut Compute,
     moe: &Moe,
     config: &Config,
-    first: usize,
+    positions: &[usize],
     (x, all): (&Activations, &[u32]),
     scratch: &mut Scratch,
 ) -> Result<()> {
@@ -344,7 +344,7 @@ pub fn route(
     routes.reserve_exact(all.len() * config.top_k);
     for (t, logits) in router_logits.chunks_exact_mut(experts).enumerate() {
         if let Some(e) = logits.iter().position(|logit| !logit.is_finite()) {
-            bail!("position {}: the router logit of expert {e} is {}", first + t, logits[e]);
+            bail!("position {}: the router logit of expert {e} is {}", positions[t], logits[e]);
         }
         compute.arithmetic.run(Sigmoid { x: logits });
         choose_experts(logits, &moe.correction_bias, config, [scores, biased], routes);

@@ -24,13 +24,11 @@ const SERIAL_BYTES: usize = 128 << 10;
 /// Weight rows of one part when there are several rows of activations.
 const PART_ROWS: usize = 32;
 
-/// Consecutive positions of one timeline, as one layer sees them.
+/// The rows of a batch, as one layer sees them.
 #[derive(Clone, Copy)]
 pub struct Rows<'a> {
     /// Index of the layer.
     pub layer: usize,
-    /// Position of row 0.
-    pub first: usize,
     /// Rotary angles of each row, `[T][rope/2]` as (sin, cos).
     pub angles: &'a [Vec<(f32, f32)>],
 }

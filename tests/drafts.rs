@@ -8,7 +8,7 @@ use colibri::engine::{Engine, Finish, Options, Session};
 use colibri::experts::ExpertStore;
 use colibri::grammar::{Grammar, Guided};
 use colibri::json::{self, Limits};
-use colibri::kv::KvCache;
+use colibri::kv::{KvCache, Sequence};
 use colibri::model::{Model, Observer, Runtime, Scratch, Unobserved};
 use colibri::ops::Compute;
 use colibri::plan::Limit;
@@ -101,7 +101,9 @@ fn the_heads_logits_are_those_of_the_reference() {
     let compute = Compute::new(2, Isa::detect());
     let mut runtime = Runtime { compute, store, scratch: Scratch::default() };
     let model = Model::new(config, directory, weights);
-    model.forward(&tokens, 0, &mut kv, &mut runtime, &mut Unobserved).unwrap();
+    model
+        .forward(&mut [Sequence::new(&tokens, 0, &mut kv)], &mut runtime, &mut [&mut Unobserved])
+        .unwrap();
     let hidden: Vec<Vec<f32>> =
         (0..tokens.len()).map(|t| model.hidden(&runtime.scratch, t).to_vec()).collect();
     let want = read_floats(&dir.join("mtp_logits.f32"));
@@ -109,7 +111,7 @@ fn the_heads_logits_are_those_of_the_reference() {
     let mut logits = Vec::new();
     let mut check = |row: usize, kv: &mut KvCache, runtime: &mut Runtime| {
         model.draft(tokens[row + 1], row, &hidden[row], false, kv, runtime).unwrap();
-        model.logits(0..1, row, runtime, &mut logits).unwrap();
+        model.logits(0..1, runtime, &mut logits, |_, _| Ok(())).unwrap();
         let want = &want[row * vocab..(row + 1) * vocab];
         let (worst, _) = common::difference(&logits, want);
         assert!(worst < TOLERANCE, "row {row}: {worst}");

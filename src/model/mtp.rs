@@ -13,11 +13,11 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Model, Pass, Runtime, Unobserved};
+use super::{Model, Pass, Runtime};
 use crate::config::Config;
 use crate::error::{Context, Result};
 use crate::kernels::{Activations, Forms, fit};
-use crate::kv::KvCache;
+use crate::kv::{KvCache, Sequence};
 use crate::ops::{Product, rms_norm};
 use crate::weights::Mtp;
 
@@ -49,9 +49,10 @@ impl Model {
         kv: &mut KvCache,
         runtime: &mut Runtime,
     ) -> Result<()> {
-        let pass = self.enter(tokens, first, hidden, runtime)?;
+        let batch = &mut [Sequence::new(tokens, first, kv)];
+        let pass = self.enter(batch, hidden, runtime)?;
         let Runtime { compute, scratch, .. } = runtime;
-        self.project(pass, false, kv, compute, scratch);
+        self.project(pass, false, batch, compute, scratch);
         Ok(())
     }
 
@@ -67,9 +68,11 @@ impl Model {
         kv: &mut KvCache,
         runtime: &mut Runtime,
     ) -> Result<()> {
-        let pass = Pass { keeps_selection, ..self.enter(&[token], row, hidden, runtime)? };
+        let tokens = [token];
+        let batch = &mut [Sequence::new(&tokens, row, kv)];
+        let pass = Pass { keeps_selection, ..self.enter(batch, hidden, runtime)? };
         let Runtime { compute, store, scratch } = runtime;
-        self.run_layer(pass, kv, (compute, store), scratch, &mut Unobserved)?;
+        self.run_layer(pass, batch, (compute, store), scratch, &mut [])?;
         let forms = Forms::of_rows(1).and(self.weights.lm_head.source.format);
         self.norm(compute, 1, &self.mtp().final_norm, forms, scratch);
         Ok(())
@@ -79,17 +82,18 @@ impl Model {
         self.weights.mtp.as_ref().expect("the model has a draft head")
     }
 
-    /// x = z of some pairs.
+    /// x = z of some pairs: the rows of `batch`, one sequence, and their `hidden [T, D]`.
     fn enter(
         &self,
-        tokens: &[u32],
-        first: usize,
+        batch: &[Sequence<'_>],
         hidden: &[f32],
         runtime: &mut Runtime,
     ) -> Result<Pass<'_>> {
-        let (mtp, width, rows) = (self.mtp(), self.config.hidden_size, tokens.len());
+        let rows = batch.iter().flat_map(|s| s.tokens.iter().copied().zip(s.first..));
+        let (mtp, width) = (self.mtp(), self.config.hidden_size);
         let Runtime { compute, scratch, .. } = runtime;
-        self.embed(tokens, first, scratch).context(|| "draft head")?;
+        self.embed(rows.clone(), scratch).context(|| "draft head")?;
+        let rows = rows.count();
         let super::Scratch { x, all, stage, mtp: own, .. } = scratch;
         let Scratch { half, joined, input } = own;
         let joined = fit(joined, 2 * rows * width, 0.0);
@@ -108,6 +112,6 @@ impl Model {
         stage.run(compute, 1, |_| Product { matrix, x, tokens: &all[..rows] });
         stage.copy(compute, 0, &mut scratch.x[..rows * width]);
         let (layer, index) = (&mtp.layer, self.config.num_layers);
-        Ok(Pass { layer, index, first, rows, keeps_selection: false })
+        Ok(Pass { layer, index, rows, keeps_selection: false })
     }
 }
