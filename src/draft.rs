@@ -305,7 +305,7 @@ mod tests {
         let mut drafter = Drafter::new(None);
         let ms = Duration::from_millis;
         let drafted = |pass: usize| {
-            let has_guess = pass % 2 == 0;
+            let has_guess = pass.is_multiple_of(2);
             let count = if has_guess { drafter.count(Source::Lookup, 1) } else { 0 };
             let pass_ms = if has_guess { [10, 22][count] } else { 30 };
             drafter.record(Some(Source::Lookup), [count, count], Some([ms(0), ms(pass_ms)]));

@@ -1,10 +1,10 @@
 //! `coli serve`: an OpenAI endpoint for the programs of one machine.
 //!
-//! A thread per connection parses, checks and waits; one worker owns the sessions and computes one
-//! reply at a time, so that nothing about a model is ever shared by two threads. A request is
-//! checked as a whole before it joins the line ([`queue`]), and is dropped from it, or stopped
-//! within one layer, when its client hangs up. There is no batch of several sequences: a machine
-//! that reads its experts from a drive gains little by one.
+//! A thread per connection parses, checks and waits; one worker owns the sessions and computes all
+//! replies, those of one pass together, so that nothing about a model is ever shared by two threads.
+//! A request is checked as a whole before it joins the line ([`queue`]), and is dropped from it when
+//! its client hangs up. One that runs alone is stopped within one layer then, and one of several
+//! after the pass.
 
 #![forbid(unsafe_code)]
 
@@ -65,7 +65,7 @@ pub fn run(
     load: impl FnOnce() -> Result<Arc<Engine>>,
     is_ended: impl Fn() -> bool + Send,
 ) -> Result<usize> {
-    let queue = Queue::new(settings.queue);
+    let queue = Queue::new(settings.kv_slots, settings.queue);
     let (engine, progress) = (OnceLock::new(), Mutex::default());
     let shared = Arc::new(Shared { engine, settings, queue, progress });
     let (address, stopper) = (listener.address(), listener.stopper());
@@ -303,9 +303,9 @@ impl Shared {
             let (standing, settings) = (self.queue.standing(), &self.settings);
             let [tokens, done] = self.progress().prefill;
             let mut scheduler = vec![
-                ("active", usize::from(standing.is_active).into()),
+                ("active", standing.active.into()),
                 ("queued", standing.queued.into()),
-                ("capacity", 1.into()),
+                ("capacity", settings.kv_slots.into()),
                 ("max_queue", settings.queue.into()),
                 ("queue_timeout_seconds", Value::Float(settings.queue_time.as_secs_f64())),
             ];
@@ -331,7 +331,7 @@ impl Shared {
             text += &format!("coli_requests_total{{outcome=\"{outcome}\"}} {count}\n");
         }
         let rows: [(&str, &str, f64); 14] = [
-            ("requests_active", "gauge", usize::from(standing.is_active) as f64),
+            ("requests_active", "gauge", standing.active as f64),
             ("requests_queued", "gauge", standing.queued as f64),
             ("prompt_tokens_total", "counter", totals.prompt[0] as f64),
             ("cached_tokens_total", "counter", totals.prompt[1] as f64),

@@ -7,6 +7,7 @@ use super::{Ask, Call};
 use crate::engine::Finish;
 use crate::reply::Reply;
 use crate::tokenizer::Tokenizer;
+use std::sync::Arc;
 
 /// A token with the model's own log-probabilities.
 #[derive(Clone, Debug, PartialEq)]
@@ -54,7 +55,7 @@ impl Piece {
 
 /// The reply to one request.
 pub struct Turn<'a> {
-    ask: &'a Ask,
+    ask: Arc<Ask>,
     tokenizer: &'a Tokenizer,
     reply: Reply<'a>,
     /// Tokens of the call that is being made.
@@ -68,7 +69,7 @@ pub struct Turn<'a> {
 
 impl<'a> Turn<'a> {
     /// An empty reply to `ask`.
-    pub fn new(ask: &'a Ask, tokenizer: &'a Tokenizer) -> Turn<'a> {
+    pub fn new(ask: Arc<Ask>, tokenizer: &'a Tokenizer) -> Turn<'a> {
         let reply = Reply::new(tokenizer, ask.thinking, &ask.stops);
         Turn { ask, tokenizer, reply, call: None, calls: 0, told: [0; 2], chosen: Vec::new() }
     }

@@ -28,7 +28,7 @@ pub enum Event {
 /// A request that waits for its reply.
 pub struct Job {
     /// What is asked for.
-    pub ask: Ask,
+    pub ask: Arc<Ask>,
     /// Most new tokens.
     pub new_tokens: usize,
     number: u64,
@@ -84,8 +84,8 @@ impl Counters {
 pub struct Standing {
     /// Jobs that wait.
     pub queued: usize,
-    /// Whether the worker has one.
-    pub is_active: bool,
+    /// Jobs that the worker has.
+    pub active: usize,
     /// The ends of all before.
     pub counters: Counters,
 }
@@ -93,7 +93,7 @@ pub struct Standing {
 #[derive(Default)]
 struct State {
     waiting: VecDeque<Job>,
-    is_active: bool,
+    active: usize,
     is_closed: bool,
     last_number: u64,
     counters: Counters,
@@ -103,6 +103,7 @@ struct State {
 pub struct Queue {
     state: Mutex<State>,
     changed: Condvar,
+    most_active: usize,
     most_waiting: usize,
 }
 
@@ -116,9 +117,9 @@ pub struct Ticket<'a> {
 }
 
 impl Queue {
-    /// A line that `most_waiting` can wait in; 0 admits a job when the worker has none.
-    pub fn new(most_waiting: usize) -> Queue {
-        Queue { state: Mutex::default(), changed: Condvar::new(), most_waiting }
+    /// A line that `most_waiting` can wait in, behind `most_active` jobs that the worker takes.
+    pub fn new(most_active: usize, most_waiting: usize) -> Queue {
+        Queue { state: Mutex::default(), changed: Condvar::new(), most_active, most_waiting }
     }
 
     /// The state is whole between any two statements, whoever panicked.
@@ -132,10 +133,11 @@ impl Queue {
         if state.is_closed {
             return Err(shutting_down());
         }
-        let is_busy = state.is_active || !state.waiting.is_empty();
-        if is_busy && state.waiting.len() >= self.most_waiting {
+        let before = state.active + state.waiting.len();
+        if before >= self.most_active + self.most_waiting {
             state.counters.rejected += 1;
-            let message = format!("{} requests wait already", state.waiting.len());
+            let waiting = before.saturating_sub(self.most_active);
+            let message = format!("{waiting} requests wait already");
             let refusal = Refusal::new(429, message).code("queue_full");
             return Err(refusal.header("Retry-After", "1"));
         }
@@ -143,30 +145,35 @@ impl Queue {
         let (number, is_cancelled) = (state.last_number, Arc::new(AtomicBool::new(false)));
         let (sender, events) = channel();
         let cancel = Arc::clone(&is_cancelled);
+        let ask = Arc::new(ask);
         let job = Job { ask, new_tokens, number, is_cancelled: cancel, events: sender };
         state.waiting.push_back(job);
         self.changed.notify_all();
         Ok(Ticket { queue: self, number, is_cancelled, events })
     }
 
-    /// Waits for the first job of the line; `None` once it is closed.
-    pub fn next(&self) -> Option<Job> {
+    /// The first job of the line. If there is none it `waits` for one, or returns `None`, as it does
+    /// once the line is closed.
+    pub fn next(&self, waits: bool) -> Option<Job> {
         let mut state = self.lock();
         while !state.is_closed {
             if let Some(job) = state.waiting.pop_front() {
-                state.is_active = true;
+                state.active += 1;
                 state.counters.admitted += 1;
                 return Some(job);
+            }
+            if !waits {
+                return None;
             }
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         None
     }
 
-    /// The worker is done with the job of [`Queue::next`]; `count` notes its end.
+    /// The worker is done with a job of [`Queue::next`]; `count` notes its end.
     pub fn end(&self, count: impl FnOnce(&mut Counters)) {
         let mut state = self.lock();
-        state.is_active = false;
+        state.active -= 1;
         count(&mut state.counters);
     }
 
@@ -180,8 +187,8 @@ impl Queue {
 
     /// How it stands.
     pub fn standing(&self) -> Standing {
-        let State { waiting, is_active, counters, .. } = &*self.lock();
-        Standing { queued: waiting.len(), is_active: *is_active, counters: *counters }
+        let State { waiting, active, counters, .. } = &*self.lock();
+        Standing { queued: waiting.len(), active: *active, counters: *counters }
     }
 
     /// Takes a job out of the line; false if it is not in it.
