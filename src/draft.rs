@@ -299,7 +299,7 @@ mod tests {
     }
 
     /// Text that repeats itself is cheap without drafts, too, and all other text is dear: a draft
-    /// that is always right takes 2.2 passes over its own kind of text, but less than one of others.
+    /// that is always right takes 2.2 passes over its own kind of text, less than one of others.
     #[test]
     fn passes_over_other_text_do_not_count() {
         let mut drafter = Drafter::new(None);

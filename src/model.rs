@@ -2,7 +2,7 @@
 //!
 //! x = embedding(token). For each layer: x += attention(norm(x)); x += mlp(norm(x)). Then the
 //! final norm and the output head. A batch is consecutive positions of one timeline, or of several;
-//! how timelines are cut into batches never changes a bit, because every row's arithmetic is its own.
+//! how they are cut into batches never changes a bit, because every row's arithmetic is its own.
 
 #![forbid(unsafe_code)]
 

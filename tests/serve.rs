@@ -111,6 +111,46 @@ fn a_side_request_does_not_cost_the_conversation() {
     assert!(int_at(&turn, "usage.prompt_tokens_details.cached_tokens") >= common - 1);
 }
 
+/// Different prompts, seeds and lengths, so that they join and leave each other's passes.
+#[test]
+fn several_replies_at_a_time_are_those_that_each_is_alone() {
+    let bodies: Vec<String> = (0..12)
+        .map(|i| {
+            let subject = ["the sea", "Emma", "a very fine morning", "Mr. Knightley"][i % 4];
+            let (tokens, seed) = (20 + 17 * (i % 3), 7 * i);
+            let messages = format!("[{{\"role\":\"user\",\"content\":\"{subject} {i}\"}}]");
+            format!(
+                "{{\"messages\":{messages},\"max_tokens\":{tokens},\"seed\":{seed},\"temperature\":1,\
+                 \"stream\":true,\"stream_options\":{{\"include_usage\":true}}}}"
+            )
+        })
+        .collect();
+    let serve = |sessions: usize, drafts| {
+        let options = Options { sessions, drafts, chunk_rows: 8, ctx_tokens: 4096, ..options() };
+        Running::new(&demo(), Settings { kv_slots: sessions, ..settings() }, options)
+    };
+    let path = "/v1/chat/completions";
+    let text = |events: Vec<Value>| {
+        let tokens = int_at(events.last().unwrap(), "usage.completion_tokens");
+        (streamed(&events, "reasoning_content") + &streamed(&events, "content"), tokens)
+    };
+    let server = serve(1, None);
+    let alone: Vec<_> = bodies.iter().map(|body| text(server.post(path, body).events())).collect();
+    for drafts in [None, Some(2)] {
+        let server = serve(4, drafts);
+        let company = server.send("/v1/completions", &long(1));
+        server.wait_for("scheduler.active", |active| active == 1);
+        let together: Vec<_> = bodies.iter().map(|body| server.send(path, body)).collect();
+        for (mut stream, alone) in together.into_iter().zip(&alone) {
+            assert_eq!(text(Answer::read(&mut stream).events()), *alone);
+        }
+        // None of them ran alone.
+        assert_eq!(["completed", "failed"].map(|name| server.counter(name)), [12, 0]);
+        drop(company);
+    }
+    assert!(alone.iter().all(|(text, tokens)| text.len() > 20 && *tokens > 10), "{alone:?}");
+}
+
 /// A request that takes long: in its prompt, or in its reply.
 fn long(prompt_words: usize) -> String {
     let words = "wind and sea ".repeat(prompt_words);

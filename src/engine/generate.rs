@@ -2,8 +2,8 @@
 //!
 //! A pass has rows of every member: the token that was chosen last and the drafts behind it, or a
 //! part of the prompt. Rows of one pass share what is read of the weights and of the drive, so
-//! together they take much less time than one after the other; each gets the very bits that it would
-//! get alone.
+//! together they take much less time than one after the other; each gets the very bits that it
+//! would get alone.
 
 #![forbid(unsafe_code)]
 

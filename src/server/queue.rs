@@ -152,8 +152,8 @@ impl Queue {
         Ok(Ticket { queue: self, number, is_cancelled, events })
     }
 
-    /// The first job of the line. If there is none it `waits` for one, or returns `None`, as it does
-    /// once the line is closed.
+    /// The first job of the line. If there is none it `waits` for one, or returns `None`, as it
+    /// does once the line is closed.
     pub fn next(&self, waits: bool) -> Option<Job> {
         let mut state = self.lock();
         while !state.is_closed {
