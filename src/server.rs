@@ -1,8 +1,8 @@
 //! `coli serve`: an OpenAI endpoint for the programs of one machine.
 //!
 //! A thread per connection parses, checks and waits; one worker owns the sessions and computes all
-//! replies, several in each pass, so that nothing about a model is ever shared by two threads.
-//! replies, several in a pass, so that nothing about a model is ever shared by two threads.
+//! replies, several in a pass, so that nothing about a model is ever shared by two threads. A
+//! request is checked as a whole before it joins the line ([`queue`]), and is dropped from it when
 //! its client hangs up. One that runs alone is stopped within one layer then, and one of several
 //! after the pass.
 

@@ -127,7 +127,7 @@ fn several_replies_at_a_time_are_those_that_each_is_alone() {
         .collect();
     let serve = |sessions: usize, drafts| {
         let options = Options { sessions, drafts, chunk_rows: 8, ctx_tokens: 4096, ..options() };
-        Running::new(&demo(), Settings { kv_slots: sessions, ..settings() }, options)
+        Running::new(&demo(), Settings { kv_slots: sessions, queue: 16, ..settings() }, options)
     };
     let path = "/v1/chat/completions";
     let text = |events: Vec<Value>| {
