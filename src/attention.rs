@@ -26,11 +26,10 @@ use crate::kernels::elementwise::{Norm, SoftmaxBlock};
 use crate::kernels::scalar::{KEYS, RunningSoftmax};
 use crate::kernels::tiles::{self, ProductPart};
 use crate::kernels::{Activations, Arithmetic, Forms, LANES, fit, reserve};
-use crate::kv::{KvCache, Sequence};
+use crate::kv::Sequence;
 use crate::ops::{Compute, Product, Rows, Stage, add_bias, prepare_here, rotate};
 use crate::quant::Encoded;
 use crate::weights::{self, Indexer};
-use std::ops::Range;
 use std::time::Instant;
 
 /// Heads that share each cached row while it is in registers.
@@ -53,14 +52,12 @@ pub struct Scratch {
     queries: Vec<f32>,
     /// `[T, kv_lora+rope]`
     kv_rows: Vec<f32>,
-    /// `[H, T, v]` of each sequence, one after the other
+    /// `[H, T, v]`
     contexts: Vec<f32>,
     /// `[T, H, v]`
     joined: Vec<f32>,
     /// The same, as input of products
     o_input: Activations,
-    /// Sequence, and the first head and the end of those that are worked on together.
-    parts: Vec<(usize, [usize; 2])>,
     cuts: Vec<usize>,
     workers: Vec<Worker>,
 }
@@ -227,19 +224,17 @@ fn cache_rows(
     }
 }
 
-/// Step 3 of one sequence.
-struct Attending<'a> {
+/// What all parts of step 3 share.
+struct Attending<'a, 's> {
     arithmetic: Arithmetic,
     kv_b: Encoded<'a>,
     config: &'a Config,
     layer: usize,
+    rows: usize,
     selection: &'a Selection,
-    /// `[T, H, nope+rope]`, of all rows of the batch
+    batch: &'a [Sequence<'s>],
+    /// `[T, H, nope+rope]`
     queries: &'a [f32],
-    /// Rows of the sequence, and the position of the first.
-    rows: Range<usize>,
-    first: usize,
-    kv: &'a KvCache,
 }
 
 /// Steps 3 and 4: attends over the caches and writes the layer's output into `out [T, D]`.
@@ -258,38 +253,26 @@ pub fn attend(
     let start = Instant::now();
     let rows = angles.len();
     let (heads, v_dim) = (config.num_heads, config.v_head_dim);
-    let Scratch { queries, contexts, joined, o_input, parts, cuts, workers, .. } = scratch;
+    let Scratch { queries, contexts, joined, o_input, cuts, workers, .. } = scratch;
     let (arithmetic, kv_b) = (compute.arithmetic, weights.kv_b.encoded());
-    let step = |sequence: usize| {
-        let Sequence { first, kv, .. } = &batch[sequence];
-        let (rows, first) = (batch[sequence].rows(), *first);
-        Attending { arithmetic, kv_b, config, layer, selection, queries, rows, first, kv }
-    };
+    let step = Attending { arithmetic, kv_b, config, layer, rows, selection, batch, queries };
     let contexts = fit(contexts, heads * rows * v_dim, 0.0);
     let threads = compute.pool.threads();
-    parts.clear();
+    let group = heads_together(heads, rows, threads);
     cuts.clear();
-    cuts.push(0);
-    // Absorbing and expanding, and scores and sums over the keys, of one head and position.
-    let weights_macs = (config.qk_nope_head_dim + v_dim) * config.kv_lora_rank;
-    let mut macs = 0;
-    for (i, sequence) in batch.iter().enumerate() {
-        let (first, count) = (sequence.rows().start, sequence.tokens.len());
-        let group = heads_together(heads, count, threads);
-        for head in (0..heads).step_by(group) {
-            let end = (head + group).min(heads);
-            parts.push((i, [head, end]));
-            cuts.push((first * heads + end * count) * v_dim);
-        }
-        let keys = sequence.kv.keys_max(config).min(sequence.first + count);
-        macs += count * heads * (weights_macs + 2 * keys * config.kv_lora_rank);
-    }
+    cuts.extend((0..heads).step_by(group).chain([heads]).map(|head| head * rows * v_dim));
     workers.resize_with(threads, Worker::default);
     let group_most = heads_together(heads, 1, threads);
-    workers.iter_mut().for_each(|worker| step(0).reserve(group_most, worker));
+    workers.iter_mut().for_each(|worker| step.reserve(group_most, worker));
+    // Absorbing and expanding, and scores and sums over the keys, of one head and position.
+    let weights_macs = (config.qk_nope_head_dim + v_dim) * config.kv_lora_rank;
+    let seen =
+        |s: &Sequence<'_>| s.tokens.len() * s.kv.keys_max(config).min(s.first + s.tokens.len());
+    let keys = batch.iter().map(seen).sum::<usize>();
+    let macs = heads * (rows * weights_macs + 2 * keys * config.kv_lora_rank);
     compute.pool.share(macs, contexts, cuts, workers, |part, out, worker| {
-        let (sequence, heads) = parts[part];
-        step(sequence).heads(heads, out, worker);
+        let first = part * group;
+        step.heads([first, (first + group).min(heads)], out, worker);
     });
     compute.tally.add(&kv_b, rows);
     compute.tally.attention_s += start.elapsed().as_secs_f64();
@@ -297,12 +280,8 @@ pub fn attend(
     let width = heads * v_dim;
     let joined = fit(joined, rows * width, 0.0);
     compute.each_row(joined, width, |t, row, _| {
-        let sequence = batch.iter().find(|sequence| sequence.rows().contains(&t));
-        let rows = sequence.expect("each row is one of a sequence").rows();
-        let contexts = &contexts[rows.start * width..];
         for (head, out) in row.chunks_exact_mut(v_dim).enumerate() {
-            let place = head * rows.len() + t - rows.start;
-            out.copy_from_slice(&contexts[place * v_dim..][..v_dim]);
+            out.copy_from_slice(&contexts[(head * rows + t) * v_dim..][..v_dim]);
         }
     });
     let row = |t: usize| &joined[t * width..(t + 1) * width];
@@ -312,12 +291,12 @@ pub fn attend(
     add_bias(out, weights.o_bias.as_ref());
 }
 
-impl Attending<'_> {
+impl Attending<'_, '_> {
     /// Makes room for one position: a decode allocates nothing later on, however long its context
     /// grows and whichever thread takes a part.
     fn reserve(&self, group: usize, worker: &mut Worker) {
         let c = self.config;
-        let (_, chunks) = self.kv.latents(self.layer);
+        let (_, chunks) = self.batch[0].kv.latents(self.layer);
         reserve(&mut worker.absorbed, group * chunks);
         reserve(&mut worker.scores, group * KEYS);
         reserve(&mut worker.softmaxes, group);
@@ -328,9 +307,9 @@ impl Attending<'_> {
         worker.mixed_input.reshape(1, c.kv_lora_rank, forms);
     }
 
-    /// Contexts of the heads `first … end` for the rows of the sequence, into `out [heads, T, v]`.
+    /// Contexts of the heads `first … end` for all rows, into `out [heads, T, v]`.
     fn heads(&self, [first, end]: [usize; 2], out: &mut [f32], worker: &mut Worker) {
-        let (rows, v_dim) = (self.rows.len(), self.config.v_head_dim);
+        let (rows, v_dim) = (self.rows, self.config.v_head_dim);
         for t in (0..rows).step_by(QUERIES_MAX) {
             let count = QUERIES_MAX.min(rows - t);
             self.absorb_queries([first, end], t, count, worker);
@@ -342,14 +321,12 @@ impl Attending<'_> {
         }
     }
 
-    /// The keys that row t of the sequence attends to; `None` means all up to its own.
-    fn kept(&self, t: usize) -> Option<&[u32]> {
-        self.selection.kept(self.rows.start + t)
-    }
-
-    /// How many those are.
-    fn key_count(&self, t: usize) -> usize {
-        self.kept(t).map_or(self.first + t + 1, <[u32]>::len)
+    /// The sequence of row t of the batch, and the keys that the row sees.
+    fn sequence(&self, t: usize) -> (&Sequence<'_>, usize) {
+        let sequence = self.batch.iter().find(|sequence| sequence.rows().contains(&t));
+        let sequence = sequence.expect("each row is one of a sequence");
+        let all = sequence.first + t - sequence.row + 1;
+        (sequence, self.selection.kept(t).map_or(all, <[u32]>::len))
     }
 
     /// q̃ = Kᵀ · q_nope followed by q_rope, of some heads and `count` positions from t.
@@ -358,12 +335,12 @@ impl Attending<'_> {
         let (nope, rope, latent_dim) = (c.qk_nope_head_dim, c.qk_rope_head_dim, c.kv_lora_rank);
         let (qk_dim, query_dim) = (c.qk_head_dim(), c.num_heads * c.qk_head_dim());
         let group = heads[1] - heads[0];
-        let (_, chunks) = self.kv.latents(self.layer);
+        let (_, chunks) = self.batch[0].kv.latents(self.layer);
         let width = chunks * LANES;
         let absorbed = fit(&mut worker.absorbed, count * group * chunks, [0.0; LANES]);
         let absorbed = absorbed.as_flattened_mut();
         for (i, head) in (heads[0]..heads[1]).enumerate() {
-            let queries = &self.queries[(self.rows.start + t) * query_dim + head * qk_dim..];
+            let queries = &self.queries[t * query_dim + head * qk_dim..];
             Absorb {
                 matrix: self.kv_b,
                 first_row: head * (nope + c.v_head_dim),
@@ -388,7 +365,6 @@ impl Attending<'_> {
 
     /// Scores, softmax and Σ p · latent over each position's kept keys, into `worker.mixed`.
     fn mix_latents(&self, group: usize, t: usize, count: usize, worker: &mut Worker) {
-        let (rows, chunks) = self.kv.latents(self.layer);
         let latent_chunks = self.config.kv_lora_rank.div_ceil(LANES);
         let scale = 1.0 / (self.config.qk_head_dim() as f32).sqrt();
         let Worker { absorbed, scores, softmaxes, mixed, tiles, .. } = worker;
@@ -397,17 +373,19 @@ impl Attending<'_> {
         softmaxes.fill(RunningSoftmax::EMPTY);
         let mixed = fit(mixed, count * group * latent_chunks, [0.0; LANES]);
         mixed.fill([0.0; LANES]);
-        let keys_most = (t..t + count).map(|t| self.key_count(t)).max().unwrap_or(0);
+        let keys_most = (t..t + count).map(|t| self.sequence(t).1).max().unwrap_or(0);
         // Queries take turns at a block of keys: mostly they see the same.
         for first in (0..keys_most).step_by(KEYS) {
             let each = mixed.chunks_exact_mut(group * latent_chunks);
             let each = each.zip(softmaxes.chunks_exact_mut(group)).enumerate();
             for (i, (out, softmaxes)) in each {
-                let range = first..self.key_count(t + i).min(first + KEYS);
+                let (sequence, keys) = self.sequence(t + i);
+                let range = first..keys.min(first + KEYS);
                 if range.is_empty() {
                     continue;
                 }
-                let keys = Keys { rows, chunks, positions: self.kept(t + i) };
+                let (rows, chunks) = sequence.kv.latents(self.layer);
+                let keys = Keys { rows, chunks, positions: self.selection.kept(t + i) };
                 let (stride, prefetch) = (KEYS, count == 1);
                 let queries = &absorbed[i * group * chunks..(i + 1) * group * chunks];
                 let (range_, scratch) = (range.clone(), &mut *tiles);

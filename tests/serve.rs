@@ -120,8 +120,8 @@ fn several_replies_at_a_time_are_those_that_each_is_alone() {
             let (tokens, seed) = (20 + 17 * (i % 3), 7 * i);
             let messages = format!("[{{\"role\":\"user\",\"content\":\"{subject} {i}\"}}]");
             format!(
-                "{{\"messages\":{messages},\"max_tokens\":{tokens},\"seed\":{seed},\"temperature\":1,\
-                 \"stream\":true,\"stream_options\":{{\"include_usage\":true}}}}"
+                "{{\"messages\":{messages},\"max_tokens\":{tokens},\"seed\":{seed},\
+                 \"temperature\":1,\"stream\":true,\"stream_options\":{{\"include_usage\":true}}}}"
             )
         })
         .collect();
