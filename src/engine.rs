@@ -13,6 +13,7 @@ use crate::disk::{self, Direct};
 use crate::draft::{self, DRAFTS_MAX, Drafter};
 use crate::error::{Context, Result};
 use crate::experts::usage::Usage;
+use crate::experts::view::View;
 use crate::experts::{Counters, ExpertStore};
 use crate::grammar::{Constraint, Grammar, Vocabulary};
 use crate::kv::{KvCache, Sequence};
@@ -145,6 +146,7 @@ pub struct Engine {
     options: Options,
     /// One forward pass at a time has it.
     runtime: Mutex<Runtime>,
+    view: Arc<View>,
     tokenizer: Option<Tokenizer>,
     /// The tokenizer's text, for grammars; made when the first one comes.
     vocabulary: OnceLock<Arc<Vocabulary>>,
@@ -180,7 +182,9 @@ impl Engine {
             weights.mtp = None;
         }
         let plan = options.plan(&config, &weights, Available::now().as_ref())?;
-        let store = ExpertStore::new(plan.expert_bytes, plan.largest_expert_bytes)?;
+        let mut store = ExpertStore::new(plan.expert_bytes, plan.largest_expert_bytes)?;
+        let view = Arc::new(View::new(weights.all_layers().map(|(_, layer)| layer.experts())));
+        store.show(Arc::clone(&view));
         weights.load(&directory, |bytes| progress(bytes, plan.resident_bytes))?;
         let model = Model::new(config, directory, weights);
         let compute = Compute::new(options.threads, options.isa);
@@ -192,6 +196,7 @@ impl Engine {
             model,
             options,
             runtime,
+            view,
             tokenizer,
             vocabulary,
             reading_note,
@@ -322,6 +327,11 @@ impl Engine {
     /// Hits, misses and bytes of the expert store since the engine was opened.
     pub fn expert_counters(&self) -> Counters {
         self.runtime().store.counters()
+    }
+
+    /// What can be seen of the expert store, also while a pass runs.
+    pub fn expert_view(&self) -> &View {
+        &self.view
     }
 
     /// Evicts all routed experts: from here on they are read again.

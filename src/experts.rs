@@ -26,9 +26,11 @@ pub mod policy;
 pub mod replay;
 pub mod trace;
 pub mod usage;
+pub mod view;
 use pins::Pins;
 use policy::{Policy, Rule};
 use usage::Usage;
+use view::View;
 
 /// Reads in flight. One expert is megabytes, which the system cuts into many requests.
 pub const READS_MAX: usize = 4;
@@ -123,6 +125,8 @@ pub struct ExpertStore {
     policy: Policy,
     usage: Usage,
     pins: Pins,
+    /// For others to look at.
+    view: Arc<View>,
     counters: Counters,
     /// Whether the disk was waited for.
     has_waited: bool,
@@ -148,6 +152,7 @@ impl ExpertStore {
             policy: Policy::new(Rule::default()),
             usage: Usage::default(),
             pins: Pins::default(),
+            view: Arc::default(),
             counters: Counters::default(),
             has_waited: false,
             failure: None,
@@ -157,6 +162,11 @@ impl ExpertStore {
     /// Requests and bytes so far, and how long the disk was busy.
     pub fn counters(&self) -> Counters {
         Counters { busy_ns: self.readers.busy().as_nanos() as u64, ..self.counters }
+    }
+
+    /// Shows from now on what it holds; nothing has been read yet.
+    pub fn show(&mut self, view: Arc<View>) {
+        self.view = view;
     }
 
     /// Whether the disk was waited for since this was last asked.
@@ -197,6 +207,7 @@ impl ExpertStore {
         self.give_up_all();
         self.make_places(layer, experts);
         self.policy.visit(layer, rows, chosen.clone());
+        self.view.choose(layer, chosen.clone().map(|(e, _)| e));
         for (e, count) in chosen {
             self.usage.add((layer, e as usize), count as u64);
             if let Some(place) = self.places[layer][e as usize] {
@@ -239,8 +250,8 @@ impl ExpertStore {
         while !pinned[..count].iter().all(|e| self.is_present((layer, *e as usize))) {
             self.receive(true)?;
         }
-        self.give_up(layer, &pinned[..count]);
         self.counters = Counters { bytes_read: self.counters.bytes_read, ..before };
+        self.give_up(layer, &pinned[..count]);
         Ok(())
     }
 
@@ -252,6 +263,7 @@ impl ExpertStore {
                 (slot.is_wanted, slot.is_due) = (false, false);
             }
         }
+        self.view.count(self.counters());
     }
 
     /// Asks for the experts `wanted` of `layer`, as many from the first on as fit beside all that
@@ -374,6 +386,7 @@ impl ExpertStore {
                 Ok(()) => {
                     self.counters.bytes_read += memory.len() as u64;
                     self.slots[place].memory = Some(memory);
+                    self.view.hold(id, true);
                 }
                 Err(_) if self.slots[place].is_wanted && self.slots[place].is_older => {
                     self.slots[place].is_older = false;
@@ -442,6 +455,7 @@ impl ExpertStore {
             self.places[moved.id.0][moved.id.1] = Some(place as u32);
         }
         self.held_bytes -= slot.bytes;
+        self.view.hold(slot.id, false);
         slot
     }
 }

@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod answer;
+mod page;
 mod queue;
 mod worker;
 
@@ -30,8 +31,6 @@ use worker::{Progress, Worker};
 
 /// How often it is asked whether the server shall end.
 const PAUSE: Duration = Duration::from_millis(50);
-
-const GREETING: &str = "coli serve: an OpenAI endpoint; see /health and /v1/models\n";
 
 /// How a server serves.
 #[derive(Clone, Debug)]
@@ -118,8 +117,9 @@ struct Routes(Arc<Shared>);
 /// What a path leads to.
 #[derive(Clone, Copy)]
 enum Route<'a> {
-    Greeting,
+    Page,
     Health,
+    Experts,
     Metrics,
     Models,
     Model(&'a [String]),
@@ -138,8 +138,9 @@ impl Route<'_> {
         };
         let names: Vec<&str> = rest.iter().map(String::as_str).collect();
         Some(match names[..] {
-            [] => Route::Greeting,
+            [] => Route::Page,
             ["health"] => Route::Health,
+            ["experts"] => Route::Experts,
             ["metrics"] => Route::Metrics,
             ["models"] => Route::Models,
             // A name may have slashes.
@@ -162,7 +163,7 @@ impl Route<'_> {
 
     /// Whether it answers without a key.
     fn is_public(self) -> bool {
-        matches!(self, Route::Greeting | Route::Health)
+        matches!(self, Route::Page | Route::Health)
     }
 }
 
@@ -197,56 +198,13 @@ impl Handler for Routes {
             let message = format!("{} is offered for {:?}", methods, request.path);
             return Err(Refusal::new(405, message).header("Allow", methods).into());
         }
-        let shared = &*self.0;
-        let Some(engine) = shared.engine.get() else {
-            let refusal = Refusal::new(503, "the model is being read").code("loading");
-            return Err(refusal.header("Retry-After", "5").into());
-        };
-        let tokenizer = engine.tokenizer().map_err(bad_request)?;
-        let ctx_tokens = engine.options().ctx_tokens;
-        let model = || model_object(&shared.settings.model_id, ctx_tokens);
-        match route {
-            Route::Greeting => responder.respond(200, "text/plain", GREETING.as_bytes()),
-            Route::Health => {
-                let is_authorised = shared.check_key(request).is_ok();
-                respond(responder, shared.health(is_authorised, ctx_tokens))
-            }
-            Route::Metrics => {
-                responder.respond(200, "text/plain; version=0.0.4", shared.metrics().as_bytes())
-            }
-            Route::Models => {
-                let list = ("data", Value::Array(vec![model()]));
-                respond(responder, object(vec![("object", "list".into()), list]))
-            }
-            Route::Model(id) if id.join("/") == shared.settings.model_id => {
-                respond(responder, model())
-            }
-            Route::Model(id) => {
-                let message = format!("no model {:?}; /v1/models has its name", id.join("/"));
-                let refusal = Refusal::new(404, message).code("model_not_found");
-                Err(refusal.param("model").into())
-            }
-            Route::Chat | Route::Completion => {
-                let body = parse(request).map_err(bad_request)?;
-                let is_chat = matches!(route, Route::Chat);
-                let ask = Ask::read(&body, is_chat, tokenizer, engine.config().vocab_size)?;
-                drop(body);
-                let new_tokens = ask.fit(ctx_tokens)?;
-                let Shared { queue, settings, .. } = shared;
-                answer::answer(ask, new_tokens, tokenizer, queue, settings, responder)
-            }
-            Route::Tokenize => {
-                let found = parse(request).and_then(|body| tokenize(&body, tokenizer));
-                let ids = found.map_err(bad_request)?;
-                let tokens = ids.iter().map(|id| Value::Int((*id).into())).collect();
-                let sizes = vec![("count", ids.len().into()), ("max_model_len", ctx_tokens.into())];
-                let tokens = [("tokens", Value::Array(tokens))];
-                respond(responder, object(tokens.into_iter().chain(sizes).collect()))
-            }
-            Route::Detokenize => {
-                let found = parse(request).and_then(|body| detokenize(&body, tokenizer));
-                let text: Value = found.map_err(bad_request)?.as_str().into();
-                respond(responder, object(vec![("content", text.clone()), ("prompt", text)]))
+        match (route, self.0.engine.get()) {
+            (_, Some(engine)) => self.0.answer(route, engine, request, responder),
+            // It waits for the model, too.
+            (Route::Page, None) => page::respond(responder),
+            (_, None) => {
+                let refusal = Refusal::new(503, "the model is being read").code("loading");
+                Err(refusal.header("Retry-After", "5").into())
             }
         }
     }
@@ -292,16 +250,79 @@ impl Shared {
         key.map_or(Ok(()), |key| http::check_key(request.header("authorization"), key))
     }
 
+    /// Answers a request of a method that the route has.
+    fn answer(
+        &self,
+        route: Route<'_>,
+        engine: &Engine,
+        request: &Request,
+        responder: &mut Responder,
+    ) -> Outcome {
+        let tokenizer = engine.tokenizer().map_err(bad_request)?;
+        let ctx_tokens = engine.options().ctx_tokens;
+        let model = || model_object(&self.settings.model_id, ctx_tokens);
+        match route {
+            Route::Page => page::respond(responder),
+            Route::Health => {
+                let is_authorised = self.check_key(request).is_ok();
+                respond(responder, self.health(engine, is_authorised))
+            }
+            Route::Metrics => {
+                let metrics = self.metrics(engine);
+                responder.respond(200, "text/plain; version=0.0.4", metrics.as_bytes())
+            }
+            Route::Experts => {
+                let layers = engine.expert_view().layers().map(Value::String).collect();
+                respond(responder, object(vec![("layers", Value::Array(layers))]))
+            }
+            Route::Models => {
+                let list = ("data", Value::Array(vec![model()]));
+                respond(responder, object(vec![("object", "list".into()), list]))
+            }
+            Route::Model(id) if id.join("/") == self.settings.model_id => {
+                respond(responder, model())
+            }
+            Route::Model(id) => {
+                let message = format!("no model {:?}; /v1/models has its name", id.join("/"));
+                let refusal = Refusal::new(404, message).code("model_not_found");
+                Err(refusal.param("model").into())
+            }
+            Route::Chat | Route::Completion => {
+                let body = parse(request).map_err(bad_request)?;
+                let is_chat = matches!(route, Route::Chat);
+                let ask = Ask::read(&body, is_chat, tokenizer, engine.config().vocab_size)?;
+                drop(body);
+                let new_tokens = ask.fit(ctx_tokens)?;
+                let Shared { queue, settings, .. } = self;
+                answer::answer(ask, new_tokens, tokenizer, queue, settings, responder)
+            }
+            Route::Tokenize => {
+                let found = parse(request).and_then(|body| tokenize(&body, tokenizer));
+                let ids = found.map_err(bad_request)?;
+                let tokens = ids.iter().map(|id| Value::Int((*id).into())).collect();
+                let sizes = vec![("count", ids.len().into()), ("max_model_len", ctx_tokens.into())];
+                let tokens = [("tokens", Value::Array(tokens))];
+                respond(responder, object(tokens.into_iter().chain(sizes).collect()))
+            }
+            Route::Detokenize => {
+                let found = parse(request).and_then(|body| detokenize(&body, tokenizer));
+                let text: Value = found.map_err(bad_request)?.as_str().into();
+                respond(responder, object(vec![("content", text.clone()), ("prompt", text)]))
+            }
+        }
+    }
+
     fn progress(&self) -> Progress {
         *self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// That it lives, and for those who may know how it is.
-    fn health(&self, is_authorised: bool, ctx_tokens: usize) -> Value {
+    fn health(&self, engine: &Engine, is_authorised: bool) -> Value {
         let mut members = vec![("status", "ok".into())];
         if is_authorised {
             let (standing, settings) = (self.queue.standing(), &self.settings);
-            let [tokens, done] = self.progress().prefill;
+            let Progress { prefill: [tokens, done], tokens: told, drafts, .. } = self.progress();
+            let experts = engine.expert_view().counters();
             let mut scheduler = vec![
                 ("active", standing.active.into()),
                 ("queued", standing.queued.into()),
@@ -312,20 +333,30 @@ impl Shared {
             let counts = standing.counters.named();
             scheduler.extend(counts.map(|(name, count)| (name, (count as usize).into())));
             let prefill = vec![("tokens", tokens.into()), ("done", done.into())];
+            let progress = vec![
+                ("tokens", told.into()),
+                ("drafts", drafts[0].into()),
+                ("drafts_accepted", drafts[1].into()),
+                ("expert_hits", (experts.hits as usize).into()),
+                ("expert_misses", (experts.misses as usize).into()),
+                ("read_bytes", (experts.bytes_read as usize).into()),
+            ];
             members.extend([
                 ("model", settings.model_id.as_str().into()),
-                ("context_length", ctx_tokens.into()),
+                ("context_length", engine.options().ctx_tokens.into()),
                 ("kv_slots", settings.kv_slots.into()),
                 ("scheduler", object(scheduler)),
                 ("prefill", object(prefill)),
+                ("progress", object(progress)),
             ]);
         }
         object(members)
     }
 
     /// In the text format of Prometheus.
-    fn metrics(&self) -> String {
-        let (standing, Progress { totals, experts, .. }) = (self.queue.standing(), self.progress());
+    fn metrics(&self, engine: &Engine) -> String {
+        let (standing, totals) = (self.queue.standing(), self.progress().totals);
+        let experts = engine.expert_view().counters();
         let mut text = String::from("# TYPE coli_requests_total counter\n");
         for (outcome, count) in standing.counters.named() {
             text += &format!("coli_requests_total{{outcome=\"{outcome}\"}} {count}\n");

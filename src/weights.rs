@@ -335,6 +335,14 @@ impl Mtp {
 }
 
 impl Layer {
+    /// How many routed experts it has.
+    pub fn experts(&self) -> usize {
+        match &self.mlp {
+            Mlp::Dense(_) => 0,
+            Mlp::Sparse(moe) => moe.experts.len(),
+        }
+    }
+
     fn bind(
         directory: &Directory,
         c: &Config,

@@ -7,6 +7,7 @@ use colibri::config::Config;
 use colibri::disk::open_direct;
 use colibri::engine::{Engine, Options};
 use colibri::experts::ExpertStore;
+use colibri::experts::view::View;
 use colibri::kv::KvCache;
 use colibri::memory::Available;
 use colibri::model::Unobserved;
@@ -145,6 +146,8 @@ fn check_store(is_direct: bool) {
     let expert_bytes = moe.experts[0].bytes();
     let budget_bytes = 3 * expert_bytes + 1;
     let mut store = ExpertStore::new(budget_bytes, expert_bytes).unwrap();
+    let view = Arc::new(View::new((0..=layer).map(|_| moe.experts.len())));
+    store.show(Arc::clone(&view));
     let file = read_safetensors(&dir.join("model.safetensors"));
     // Two disjoint sets in turn, then one that fits.
     let order = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 3, 4, 5, 5, 4, 3];
@@ -163,8 +166,14 @@ fn check_store(is_direct: bool) {
             assert!(matrix.weights == &want[..], "{name}, direct: {is_direct}");
         }
         assert!(store.held_bytes() <= budget_bytes);
+        let digit = |other| u8::from(store.is_present((layer, other))) + 2 * u8::from(other == e);
+        let digits: String = (0..moe.experts.len()).map(|e| digit(e).to_string()).collect();
+        assert_eq!(view.layers().last(), Some(digits));
+        store.give_up(layer, &[e as u32]);
+        assert_eq!(view.counters().bytes_read, store.counters().bytes_read);
     }
     let counters = store.counters();
+    assert_eq!((view.counters().hits, view.counters().misses), (counters.hits, counters.misses));
     assert_eq!((counters.hits, counters.misses), (present, 18 - present));
     // By hand: the three of the end are there when they come again, and whoever knew the order
     // would keep 0 and 1 of the first round and 5 of the second, which makes nine.

@@ -14,7 +14,6 @@ use super::queue::{Event, Job, Queue};
 use crate::api::{Chosen, Piece, Turn, Usage};
 use crate::engine::{Engine, Finish, Generation, Member, Session};
 use crate::error::{Error, Result};
-use crate::experts;
 use crate::http::Refusal;
 use crate::model::Observer;
 use crate::sample::{Choose, Sampler, log_probabilities};
@@ -37,8 +36,10 @@ pub struct Progress {
     pub prefill: [usize; 2],
     /// Of all jobs that were answered to the end.
     pub totals: Usage,
-    /// Of the expert store.
-    pub experts: experts::Counters,
+    /// Tokens told in all, by a job that runs, too.
+    pub tokens: usize,
+    /// Drafts run along in all, and those that were right.
+    pub drafts: [usize; 2],
 }
 
 #[derive(Clone, Copy)]
@@ -239,6 +240,7 @@ impl<'a> Running<'a> {
             self.first_s.get_or_insert_with(|| self.start.elapsed().as_secs_f64());
             let piece = self.turn.push(id, self.watch.chosen.pop_front());
             self.completion[0] += 1;
+            self.shared.share(|progress| progress.tokens += 1);
             self.completion[1] += usize::from(self.turn.is_thinking());
             if !piece.is_empty() {
                 self.job.tell(Event::Piece(piece));
@@ -266,7 +268,6 @@ impl<'a> Running<'a> {
         shared.share(|progress| {
             progress.prefill = [0; 2];
             progress.totals.add(usage);
-            progress.experts = shared.engine.expert_counters();
         });
         let finish = match finish {
             Ok(finish) => finish.unwrap_or(Finish::Length),
@@ -369,8 +370,10 @@ impl Observer for Watch<'_> {
     }
 
     fn drafted(&mut self, _tokens: usize, drafts: &[u32], accepted: usize) {
-        self.drafts[0] += drafts.len();
-        self.drafts[1] += accepted;
+        let counts = [drafts.len(), accepted];
+        let add = |sums: &mut [usize; 2]| sums.iter_mut().zip(counts).for_each(|(s, n)| *s += n);
+        add(&mut self.drafts);
+        self.shared.share(|progress| add(&mut progress.drafts));
     }
 
     fn interrupted(&mut self) -> bool {

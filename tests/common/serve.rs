@@ -182,7 +182,10 @@ impl Answer {
     pub fn read(stream: &mut TcpStream) -> Answer {
         let mut bytes = Vec::new();
         stream.read_to_end(&mut bytes).unwrap();
-        let text = String::from_utf8(bytes).unwrap();
+        Answer::parse(&String::from_utf8(bytes).unwrap())
+    }
+
+    pub fn parse(text: &str) -> Answer {
         let (head, mut rest) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{text}"));
         let mut body = String::new();
         if head.contains("Transfer-Encoding: chunked") {
