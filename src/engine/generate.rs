@@ -149,6 +149,7 @@ impl Engine {
             return Ok(());
         }
         let mut runtime = self.runtime();
+        let misses = runtime.store.counters().misses;
         self.model.forward(&mut batch, &mut runtime, &mut observers)?;
         let wanted = rows.iter().flat_map(|r| r.wanted.clone().map(|row| r.first + row));
         let wanted: Vec<usize> = wanted.collect();
@@ -167,10 +168,11 @@ impl Engine {
             members[i].commit(rows, &runtime.scratch);
         }
         self.repin(count, &mut runtime);
+        let has_read = runtime.store.counters().misses > misses;
         drop(runtime);
         let pass = is_alone.then(|| start.elapsed());
         for (i, rows) in ran() {
-            let noted = members[i].note(rows, pass);
+            let noted = members[i].note(rows, pass, has_read);
             members[i].failure = members[i].failure.take().or(noted.err());
         }
         Ok(())
@@ -247,8 +249,9 @@ impl Member<'_, '_> {
         }
     }
 
-    /// Takes note of rows that are committed, and of the time of the pass where that is theirs.
-    fn note(&mut self, rows: &Rows, pass: Option<Duration>) -> Result<()> {
+    /// Takes note of rows that are committed, of the time of the pass where that is theirs, and of
+    /// whether it read experts.
+    fn note(&mut self, rows: &Rows, pass: Option<Duration>, has_read: bool) -> Result<()> {
         if !rows.is_step {
             return self.session.absorb(ABSORB_ROWS);
         }
@@ -257,7 +260,8 @@ impl Member<'_, '_> {
         let accepted = drafts.len() - wrong;
         self.observer.drafted(rows.start + 1, drafts, accepted);
         let times = pass.map(|pass| [rows.guessing, pass]);
-        self.session.drafter.record(rows.source, [drafts.len(), accepted], times);
+        let counts = [drafts.len(), accepted];
+        self.session.drafter.record(rows.source, counts, times, has_read);
         Ok(())
     }
 }
