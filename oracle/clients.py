@@ -4,8 +4,10 @@
   clients.py --coli target/release/coli
 
 Whole and streamed replies, reasoning, errors and their retries, a reply that is abandoned, and
-the key, with the small model of oracle/demo. Tool calls with a model that is made for it here: its
-layers add nothing and its head knows which token follows which, so it says one thing.
+the key, with the small model of oracle/demo; it understands no question, but what it is made to
+write in a form must be valid, as pydantic and jsonschema see it. Tool calls of its own choice with a
+model that is made for it here: its layers add nothing and its head knows which token follows which,
+so it says one thing.
 """
 
 import argparse
@@ -19,9 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 import urllib.request
 
+import jsonschema
 import openai
+import pydantic
 
 ROOT = pathlib.Path(__file__).parent.parent
 DEMO = ROOT / "oracle" / "demo"
@@ -37,6 +42,22 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"code": {"type": "string"}}},
     },
 }
+
+
+class Port(pydantic.BaseModel):
+    name: typing.Literal["007", "Bath", 'Old "B"']
+    depth: int = pydantic.Field(ge=-5, le=12)
+
+
+class Voyage(pydantic.BaseModel):
+    """A voyage, with most of what pydantic writes into schemas."""
+
+    start: Port
+    ends: list[Port] = pydantic.Field(min_length=1, max_length=2)
+    ship: str = pydantic.Field(pattern="^[A-Z][a-z]{1,5}$")
+    cargo: typing.Literal["tea", "salt", 3] | None
+    load: float = pydantic.Field(ge=0, le=90)
+    lost: bool
 
 
 @contextlib.contextmanager
@@ -138,12 +159,59 @@ def speak(client):
     check("models", [model.id for model in client.models.list()] == ["demo"])
 
 
+def valid(schema, text):
+    try:
+        jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+    except (jsonschema.ValidationError, json.JSONDecodeError) as error:
+        print(text, error)
+        return False
+    return True
+
+
+def shape(client):
+    drawn = PLAIN | {"temperature": 1.3, "max_tokens": 400}
+    schema = Voyage.model_json_schema()
+    for seed in range(8):
+        request = {"model": "demo", "messages": SEA, "seed": seed, **drawn}
+        parsed = client.chat.completions.parse(response_format=Voyage, **request)
+        message = parsed.choices[0].message
+        check(f"parsed {seed}", isinstance(message.parsed, Voyage))
+        check(f"valid {seed}", valid(schema, message.content))
+        tool = openai.pydantic_function_tool(Voyage, name="sail")
+        forced = {"tools": [tool], "parallel_tool_calls": False, **request}
+        for choice in ("required", {"type": "function", "function": {"name": "sail"}}):
+            whole = client.chat.completions.parse(tool_choice=choice, **forced).choices[0]
+            function = whole.message.tool_calls[0].function
+            check(f"called {seed}", isinstance(function.parsed_arguments, Voyage))
+            check(f"valid call {seed}", valid(schema, function.arguments))
+            with client.chat.completions.stream(tool_choice=choice, **forced) as helper:
+                final = helper.get_final_completion().choices[0]
+            streamed = final.message.tool_calls[0].function
+            check(f"streamed {seed}", streamed.arguments == function.arguments)
+            check(f"finish {seed}", whole.finish_reason == final.finish_reason == "tool_calls")
+    request = {"model": "demo", "messages": SEA, **PLAIN, "max_tokens": 400}
+    thinking = request | {"extra_body": {"enable_thinking": True, "logit_bias": {"3058": 9}}}
+    reply = client.chat.completions.parse(response_format=Voyage, **thinking).choices[0].message
+    check("a form behind a thought", isinstance(reply.parsed, Voyage))
+    anything = client.chat.completions.create(response_format={"type": "json_object"}, **request)
+    text, cut = anything.choices[0].message.content, anything.choices[0].finish_reason == "length"
+    check("any object", text.startswith("{") and (cut or isinstance(json.loads(text), dict)))
+    bad = {"name": "n", "schema": {"properties": {"a": {"not": {}}}}}
+    try:
+        client.chat.completions.create(
+            response_format={"type": "json_schema", "json_schema": bad}, **request
+        )
+        check("an unsupported keyword is refused", False)
+    except openai.BadRequestError as error:
+        check("an unsupported keyword is refused", "#/properties/a/not" in error.message)
+
+
 def refuse(client):
     try:
         client.chat.completions.create(model="demo", messages=SEA, n=2)
         check("n=2 is refused", False)
     except openai.BadRequestError as error:
-        check("n=2 is refused", (error.code, error.param) == ("unsupported_parameter", "n"))
+        check("n=2 is refused", (error.code, error.param) == ("unsupported_value", "n"))
     try:
         client.completions.create(model="demo", prompt="word " * 4000)
         check("a long prompt is refused", False)
@@ -191,6 +259,7 @@ def main():
     coli = parser.parse_args().coli
     with served(coli, DEMO) as client:
         speak(client)
+        shape(client)
         refuse(client)
         abandon(client)
     with served(coli, DEMO, "--api-key", "another") as client:

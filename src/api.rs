@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+mod form;
 mod objects;
 mod reply;
 mod request;
@@ -14,7 +15,7 @@ mod tools;
 
 pub use objects::{Envelope, Usage, model_object};
 pub use reply::{Chosen, Piece, Turn};
-pub use request::{Ask, prompt_ids};
+pub use request::{Ask, prompt_ids, render};
 pub use tools::{Call, Tools};
 
 use crate::error::Error;

@@ -43,6 +43,19 @@ use std::fmt::Arguments;
 /// Most bytes of tool lines that all the references to tools in one request may repeat.
 pub const REFERENCED_BYTES_MAX: usize = 16 << 20;
 
+/// Types of parts that are no text.
+pub const MEDIA_TYPES: [&str; 9] = [
+    "image",
+    "image_url",
+    "input_image",
+    "video",
+    "video_url",
+    "input_video",
+    "audio",
+    "audio_url",
+    "input_audio",
+];
+
 /// What stands in for an image, video or audio part.
 pub const MEDIA_REMINDER: &str = "<reminder>You are unable to process this multimodal content \
                                   because you don't have multimodal input ability.</reminder>";
@@ -493,8 +506,7 @@ fn part_text<'a>(part: &'a Value, path: Arguments<'_>) -> Result<&'a str> {
     object(part, path)?;
     match string(part, path, "type")? {
         "text" | "input_text" => string(part, path, "text"),
-        "image" | "image_url" | "input_image" | "video" | "video_url" | "input_video" | "audio"
-        | "audio_url" | "input_audio" => Ok(MEDIA_REMINDER),
+        kind if MEDIA_TYPES.contains(&kind) => Ok(MEDIA_REMINDER),
         kind => bail!("{path}.type: expected text or a media type, found {}", quoted(kind)),
     }
 }

@@ -1,4 +1,4 @@
-//! Grammars that constrain what is sampled: GBNF text, JSON Schema, or any JSON object.
+//! Grammars that constrain what is sampled: GBNF text, JSON Schema, any JSON object, tool calls.
 //!
 //! A front end ([`gbnf`], [`schema`]) makes one expression a rule; [`compile`] turns them into
 //! nodes, each of which reads one character, chooses, or calls a rule; [`matcher`] follows a text
@@ -8,7 +8,8 @@
 //! match, and all that would expand beyond the limits below. Errors of GBNF carry line and column,
 //! errors of a schema its JSON pointer.
 //!
-//! Text is UTF-8. Tokens need not be: a state may stand inside a character.
+//! Text is UTF-8. Tokens need not be: a state may stand inside a character. A grammar may name
+//! markers, tokens of which no text consists; to all but the mask they are one character each.
 
 #![forbid(unsafe_code)]
 
@@ -28,6 +29,8 @@ use crate::json::Value;
 use charset::Class;
 pub use guided::Guided;
 pub use mask::{Constraint, TokenSet, Vocabulary};
+use schema::Form;
+pub use schema::calls::{CallForm, Tool, read_argument};
 
 /// Longest GBNF text and longest pattern of a schema.
 const TEXT_BYTES_MAX: usize = 256 << 10;
@@ -95,11 +98,48 @@ impl Grammar {
     /// # Errors
     /// JSON pointer and name of a keyword that is malformed or unsupported.
     pub fn from_schema(schema: &Value) -> Result<Grammar> {
-        schema::compile(schema)
+        schema::compile(schema, Form::Json)
+    }
+
+    /// Compiles a JSON Schema of strings, written as they are, without quotes and escapes.
+    ///
+    /// # Errors
+    /// As [`Grammar::from_schema`], and a schema that allows no string.
+    pub fn from_text_schema(schema: &Value) -> Result<Grammar> {
+        schema::compile(schema, Form::Text)
+    }
+
+    /// One call of one of the tools, or more if `repeats`; its arguments are valid for the tool's
+    /// schema and come in the order of `properties`, undeclared ones never.
+    ///
+    /// # Errors
+    /// As [`Grammar::from_schema`], with the name of the tool.
+    pub fn from_calls(tools: &[Tool], form: &CallForm, repeats: bool) -> Result<Grammar> {
+        schema::calls::compile(tools, form, repeats)
     }
 
     /// Any JSON object.
     pub fn json_object() -> Grammar {
         schema::json_object()
+    }
+
+    /// What either grammar matches.
+    pub fn or(mut self, other: Grammar) -> Grammar {
+        let (nodes, classes) = (self.nodes.len() as u32, self.classes.len() as u32);
+        let rules = self.starts.len() as u32;
+        let moved = |node: Node| match node {
+            Node::Return => Node::Return,
+            Node::Char { class, next } => Node::Char { class: class + classes, next: next + nodes },
+            Node::Split(a, b) => Node::Split(a + nodes, b + nodes),
+            Node::Call { rule, next } => Node::Call { rule: rule + rules, next: next + nodes },
+        };
+        self.nodes.extend(other.nodes.into_iter().map(moved));
+        self.nodes.push(Node::Split(self.root, other.root + nodes));
+        self.root = self.nodes.len() as u32 - 1;
+        self.classes.extend(other.classes);
+        self.starts.extend(other.starts.into_iter().map(|start| start + nodes));
+        self.can_end.extend(other.can_end.into_iter().chain([true]));
+        self.runs.extend(other.runs.into_iter().chain([1]));
+        self
     }
 }

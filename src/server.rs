@@ -13,9 +13,8 @@ mod page;
 mod queue;
 mod worker;
 
-use crate::api::{Ask, bad_request, model_object, prompt_ids, random_hex};
+use crate::api::{Ask, bad_request, model_object, prompt_ids, random_hex, render};
 use crate::bail;
-use crate::chat;
 use crate::engine::Engine;
 use crate::error::{Context, Result};
 use crate::http::{self, Handler, Outcome, Refusal, Request, Responder};
@@ -222,7 +221,7 @@ fn parse(request: &Request) -> Result<Value> {
 /// markers count unless `parse_special` is false.
 fn tokenize(request: &Value, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
     if request.get("messages").is_some() {
-        return chat::render(request)?.ids(tokenizer);
+        return render(request)?.ids(tokenizer);
     }
     let Some(text) = request.get("content").or_else(|| request.get("prompt")) else {
         bail!("content: expected a string, but it is missing");
@@ -290,7 +289,7 @@ impl Shared {
             Route::Chat | Route::Completion => {
                 let body = parse(request).map_err(bad_request)?;
                 let is_chat = matches!(route, Route::Chat);
-                let ask = Ask::read(&body, is_chat, tokenizer, engine.config().vocab_size)?;
+                let ask = Ask::read(&body, is_chat, engine)?;
                 drop(body);
                 let new_tokens = ask.fit(ctx_tokens)?;
                 let Shared { queue, settings, .. } = self;

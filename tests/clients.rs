@@ -113,7 +113,6 @@ fn what_clients_send_is_answered_as_they_need_it() {
 }
 
 #[test]
-#[ignore = "replies of a prescribed form are refused so far"]
 fn a_form_that_a_client_prescribes_is_kept() {
     let demo = Running::new(&demo(), settings(), options());
     let requests = requests(is_formed);

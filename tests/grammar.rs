@@ -4,7 +4,7 @@
 
 mod common;
 
-use colibri::grammar::{Constraint, Grammar, Vocabulary};
+use colibri::grammar::{CallForm, Constraint, Grammar, Tool, Vocabulary, read_argument};
 use colibri::json::{self, Limits, Reader, Value};
 use common::{Random, fixture, fuzz, new_seed, read_json};
 use std::io::Write;
@@ -183,7 +183,7 @@ fn nested_text_is_followed_to_the_depth_limit_and_no_further() {
     }
     assert!(!nested.accept(b"(").unwrap(), "beyond the limit");
     assert!(nested.accept(b"x").unwrap());
-    assert_eq!(nested.forced(1000).unwrap(), vec![b')'; 256]);
+    assert_eq!(nested.forced(1000, |_| Vec::new()).unwrap(), vec![b')'; 256]);
     // Recursion at the end of a rule is a loop, and has no depth.
     let mut list = gbnf("root ::= \"a\" rest\nrest ::= \",a\" rest | \"\"");
     list.accept(b"a").unwrap();
@@ -220,7 +220,7 @@ fn a_long_text_outlives_the_states_that_are_kept() {
     for _ in 0..2 {
         assert!(long.allowed().unwrap().contains(u32::from(b'x')));
         assert!(long.accept(b"y").unwrap());
-        assert_eq!(long.forced(9).unwrap(), b"!)))");
+        assert_eq!(long.forced(9, |_| Vec::new()).unwrap(), b"!)))");
         assert!(!long.accept(b"y").unwrap());
         long.rollback(1);
     }
@@ -273,8 +273,8 @@ fn rollback_restores_the_state_and_forced_bytes_end_at_a_choice() {
     let mut constraint =
         schema(r#"{"properties":{"name":{"enum":["x1","x2"]}},"required":["name"]}"#);
     assert!(constraint.accept(b"{\"").unwrap());
-    assert_eq!(constraint.forced(100).unwrap(), b"name\":");
-    assert_eq!(constraint.forced(2).unwrap(), b"na");
+    assert_eq!(constraint.forced(100, |_| Vec::new()).unwrap(), b"name\":");
+    assert_eq!(constraint.forced(2, |_| Vec::new()).unwrap(), b"na");
     let before = constraint.allowed().unwrap().clone();
     assert!(constraint.accept(b"name").unwrap());
     assert!(constraint.accept(b"\":\"x").unwrap());
@@ -283,7 +283,111 @@ fn rollback_restores_the_state_and_forced_bytes_end_at_a_choice() {
     constraint.rollback(2);
     assert_eq!(*constraint.allowed().unwrap(), before);
     assert!(clone.accept(b"2\"}").unwrap() && clone.is_complete() && !constraint.is_complete());
-    assert_eq!(clone.forced(9).unwrap(), b"");
+    assert_eq!(clone.forced(9, |_| Vec::new()).unwrap(), b"");
+}
+
+/// How the scripts below write markers; their tokens are beyond the vocabulary.
+const MARKERS: &str = "⟦⟧⟨⟩‹›";
+const FIRST_MARKER: u32 = 900;
+
+fn calls(tools: &[(&str, &str)], repeats: bool) -> Grammar {
+    let tool = |(name, parameters): &(&str, &str)| Tool {
+        name: name.to_string(),
+        parameters: parse(parameters),
+    };
+    let tools: Vec<Tool> = tools.iter().map(tool).collect();
+    let pair = |at| [FIRST_MARKER + at, FIRST_MARKER + at + 1];
+    let form = CallForm { call: pair(0), key: pair(2), value: pair(4) };
+    Grammar::from_calls(&tools, &form, repeats).unwrap()
+}
+
+/// Whether a script matches; a marker is allowed exactly where it is accepted.
+fn follows(grammar: Grammar, script: &str) -> bool {
+    let mut constraint = constraint(grammar);
+    let is_read = |char: char| {
+        let Some(at) = MARKERS.chars().position(|marker| marker == char) else {
+            return constraint.accept(char.to_string().as_bytes()).unwrap();
+        };
+        let token = FIRST_MARKER + at as u32;
+        let is_allowed = constraint.allowed().unwrap().contains(token);
+        assert_eq!(constraint.accept_marker(token).unwrap(), is_allowed, "{script}: {char}");
+        is_allowed
+    };
+    script.chars().all(is_read) && constraint.is_complete()
+}
+
+#[test]
+fn calls_have_their_markers_and_arguments_of_the_declared_kind() {
+    let sail = r##"{"type":"object","properties":{"to":{"$ref":"#/$defs/port"},
+        "knots":{"type":["integer","null"],"maximum":9},
+        "tags":{"type":"array","items":{"enum":["a"]}},
+        "note":{"type":["string","null"],"minLength":2},"any":{}},
+        "required":["to","more"],"additionalProperties":{"type":"boolean"},
+        "$defs":{"port":{"enum":["007","old \"B\"",7]}}}"##;
+    let tools = [("sail", sail), ("now", "null")];
+    let (to, more) = ("⟨to⟩‹007›", "⟨more⟩‹true›");
+    for (script, is_right) in [
+        ("⟦now⟧".to_string(), true),
+        ("⟦now⟧⟦now⟧".into(), true),
+        (format!("⟦sail{to}{more}⟧"), true),
+        (format!("⟦sail⟨to⟩‹old \"B\"›{more}⟧"), true),
+        (format!("⟦sail{to}⟨knots⟩‹null›⟨tags⟩‹[\"a\"]›⟨note⟩‹no⟦?›⟨any⟩‹›{more}⟧"), false),
+        (format!("⟦sail{to}⟨knots⟩‹-7›⟨tags⟩‹[\"a\"]›⟨note⟩‹\"n›⟨any⟩‹a\n›{more}⟧"), true),
+        (format!("⟦sail{to}⟨note⟩‹null›{more}⟧"), true),
+        // Neither an order nor a kind that the schema does not have.
+        (format!("⟦sail{more}{to}⟧"), false),
+        (format!("⟦sail⟨to⟩‹7›{more}⟧"), false),
+        (format!("⟦sail⟨to⟩‹\"007\"›{more}⟧"), false),
+        (format!("⟦sail{to}⟨knots⟩‹10›{more}⟧"), false),
+        (format!("⟦sail{to}⟨knots⟩‹ten›{more}⟧"), false),
+        (format!("⟦sail{to}⟨tags⟩‹a›{more}⟧"), false),
+        (format!("⟦sail{to}⟨note⟩‹n›{more}⟧"), false),
+        (format!("⟦sail{to}⟨more⟩‹yes›⟧"), false),
+        (format!("⟦sail{to}⟧"), false),
+        ("⟦now".into(), false),
+        ("now".into(), false),
+        ("⟦now⟧.".into(), false),
+        (" ⟦now⟧".into(), false),
+        ("⟦⟧".into(), false),
+        ("".into(), false),
+    ] {
+        assert_eq!(follows(calls(&tools, true), &script), is_right, "{script}");
+    }
+    assert!(!follows(calls(&tools, false), "⟦now⟧⟦now⟧"));
+    // What is written comes back as what it was.
+    let sail = parse(sail);
+    for (name, text, value) in [
+        ("to", "007", "\"007\""),
+        ("to", "7", "\"7\""),
+        ("knots", " 7\n", "7"),
+        ("tags", "[\"a\"]", "[\"a\"]"),
+        ("note", "null", "null"),
+        ("note", "42", "\"42\""),
+        ("more", "true", "true"),
+        ("any", "[1]", "[1]"),
+        ("any", "[1", "\"[1\""),
+    ] {
+        assert_eq!(read_argument(&sail, name, text.into()), parse(value), "{name} {text}");
+    }
+}
+
+#[test]
+fn either_of_two_grammars_is_followed_and_a_marker_is_forced_as_text_is() {
+    let either =
+        || Grammar::from_gbnf("root ::= \"a\" [0-9]+").unwrap().or(calls(&[("f", "null")], false));
+    for (script, is_right) in
+        [("a12", true), ("⟦f⟧", true), ("a", false), ("a⟦f⟧", false), ("⟦f⟧1", false), ("f", false)]
+    {
+        assert_eq!(follows(either(), script), is_right, "{script}");
+    }
+    let spell =
+        |token| MARKERS.chars().nth((token - FIRST_MARKER) as usize).unwrap().to_string().into();
+    let mut constraint = constraint(either());
+    assert_eq!(constraint.forced(99, spell).unwrap(), b"");
+    assert!(constraint.accept_marker(FIRST_MARKER).unwrap());
+    assert_eq!(constraint.forced(99, spell).unwrap(), "f⟧".as_bytes());
+    constraint.rollback(1);
+    assert!(constraint.accept(b"a").unwrap());
 }
 
 /// tests/fixtures/grammar/schemas.json was written by hand: texts that each schema's grammar
@@ -538,7 +642,7 @@ fn try_grammar(grammar: colibri::error::Result<Grammar>, vocabulary: &Arc<Vocabu
             return assert!(constraint.is_complete(), "neither ends nor goes on");
         };
         assert!(constraint.accept(&tokens[id % tokens.len()]).unwrap());
-        constraint.forced(10).unwrap();
+        constraint.forced(10, |_| Vec::new()).unwrap();
     }
 }
 

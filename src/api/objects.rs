@@ -259,17 +259,14 @@ fn message(piece: &Piece) -> Value {
 /// Calls; those of a stream are numbered, so that clients can put fragments together.
 fn calls(calls: &[(usize, Call)], is_chunk: bool) -> Value {
     let one = |(index, call): &(usize, Call)| {
-        let function = object(vec![
-            ("name", call.name.as_str().into()),
-            ("arguments", call.arguments.as_str().into()),
-        ]);
+        let mut function = vec![("arguments", call.arguments.as_str().into())];
         let mut members = vec![("index", (*index).into())];
         members.truncate(usize::from(is_chunk));
-        members.extend([
-            ("id", call.id.as_str().into()),
-            ("type", "function".into()),
-            ("function", function),
-        ]);
+        if !call.id.is_empty() {
+            function.insert(0, ("name", call.name.as_str().into()));
+            members.extend([("id", call.id.as_str().into()), ("type", "function".into())]);
+        }
+        members.push(("function", object(function)));
         object(members)
     };
     Value::Array(calls.iter().map(one).collect())

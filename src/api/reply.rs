@@ -27,7 +27,7 @@ pub struct Piece {
     pub reasoning: String,
     /// What it says.
     pub content: String,
-    /// What it calls, with the place of each call among those of the reply.
+    /// What it calls, whole or in parts, with the place of each call among those of the reply.
     pub calls: Vec<(usize, Call)>,
     /// The tokens of the content, where that was asked for.
     pub chosen: Vec<Chosen>,
@@ -60,6 +60,8 @@ pub struct Turn<'a> {
     reply: Reply<'a>,
     /// Tokens of the call that is being made.
     call: Option<Vec<u32>>,
+    /// Bytes of its arguments that are part of earlier pieces.
+    told_arguments: usize,
     calls: usize,
     /// Bytes of reasoning and content that are part of earlier pieces.
     told: [usize; 2],
@@ -71,7 +73,16 @@ impl<'a> Turn<'a> {
     /// An empty reply to `ask`.
     pub fn new(ask: Arc<Ask>, tokenizer: &'a Tokenizer) -> Turn<'a> {
         let reply = Reply::new(tokenizer, ask.thinking, &ask.stops);
-        Turn { ask, tokenizer, reply, call: None, calls: 0, told: [0; 2], chosen: Vec::new() }
+        Turn {
+            ask,
+            tokenizer,
+            reply,
+            call: None,
+            told_arguments: 0,
+            calls: 0,
+            told: [0; 2],
+            chosen: Vec::new(),
+        }
     }
 
     /// Takes a token and returns what can be sent.
@@ -81,19 +92,22 @@ impl<'a> Turn<'a> {
             return self.text(id, chosen);
         };
         let Some(mut ids) = self.call.take() else {
-            if id != tools.call[0] {
+            if id != tools.form.call[0] {
                 return self.text(id, chosen);
             }
             self.call = Some(Vec::new());
             return Piece::default();
         };
-        if id != tools.call[1] {
+        if id != tools.form.call[1] {
             ids.push(id);
+            // A call that is not forced may still turn out to be text, until it is whole.
+            let is_part = self.ask.stream && tools.must_call && id == tools.form.value[1];
+            let part = is_part.then(|| tools.parse(&ids, false, self.tokenizer)).flatten();
             self.call = Some(ids);
-            return Piece::default();
+            return part.map_or(Piece::default(), |call| self.called(call, false));
         }
         match tools.parse(&ids, true, self.tokenizer) {
-            Some(call) => self.called(call),
+            Some(call) => self.called(call, true),
             None => {
                 self.as_text(&ids);
                 self.text(id, None)
@@ -101,15 +115,22 @@ impl<'a> Turn<'a> {
         }
     }
 
-    fn called(&mut self, call: Call) -> Piece {
-        self.calls += 1;
-        let calls = vec![(self.calls - 1, call)];
+    /// What is new of a call. Its arguments so far are those of the whole call but for the brace.
+    fn called(&mut self, mut call: Call, is_whole: bool) -> Piece {
+        let end = call.arguments.len() - usize::from(!is_whole);
+        call.arguments = call.arguments[self.told_arguments..end].into();
+        if self.told_arguments > 0 {
+            (call.id, call.name) = Default::default();
+        }
+        let calls = vec![(self.calls, call)];
+        self.told_arguments = if is_whole { 0 } else { end };
+        self.calls += usize::from(is_whole);
         Piece { calls, ..self.rest() }
     }
 
     /// Marker and tokens of what is no call after all.
     fn as_text(&mut self, ids: &[u32]) {
-        let marker = self.ask.tools.iter().map(|tools| tools.call[0]);
+        let marker = self.ask.tools.iter().map(|tools| tools.form.call[0]);
         marker.chain(ids.iter().copied()).for_each(|id| drop(self.reply.push(id)));
     }
 
@@ -153,7 +174,7 @@ impl<'a> Turn<'a> {
         if let Some(ids) = self.call.take().filter(|_| finish == Finish::Stop) {
             let tools = self.ask.tools.as_ref();
             match tools.and_then(|tools| tools.parse(&ids, false, self.tokenizer)) {
-                Some(call) => last = self.called(call),
+                Some(call) => last = self.called(call, true),
                 None => self.as_text(&ids),
             }
         }

@@ -2,18 +2,20 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Tools, bad_request, random_hex};
+use super::{Tools, bad_request, form, random_hex};
 use crate::bail;
-use crate::chat;
+use crate::chat::{self, Prompt};
+use crate::engine::Engine;
 use crate::error::{Context, Error, Result};
+use crate::grammar::{Constraint, Guided};
 use crate::http::Refusal;
 use crate::json::Value;
-use crate::sample::Params;
+use crate::sample::{Choose, Params, Sampler};
 use crate::tokenizer::{Special, Tokenizer};
 use std::ops::RangeInclusive;
 
 /// Fields of other servers, and of uses that are not offered, that would change a reply.
-const NOT_OFFERED: [&str; 32] = [
+const NOT_OFFERED: [&str; 25] = [
     "audio",
     "bad_words",
     "cache_slot",
@@ -21,13 +23,7 @@ const NOT_OFFERED: [&str; 32] = [
     "dynatemp_range",
     "function_call",
     "functions",
-    "grammar",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
     "ignore_eos",
-    "json_schema",
     "length_penalty",
     "logits_processors",
     "min_tokens",
@@ -38,7 +34,6 @@ const NOT_OFFERED: [&str; 32] = [
     "prompt_logprobs",
     "repeat_penalty",
     "stop_token_ids",
-    "structured_outputs",
     "suffix",
     "tfs_z",
     "typical_p",
@@ -67,6 +62,8 @@ pub struct Ask {
     pub thinking: bool,
     /// What the model may call.
     pub tools: Option<Tools>,
+    /// What the reply must match, behind its thought.
+    constraint: Option<Constraint>,
     /// Whether the prompt is part of the reply.
     pub echo: bool,
     /// How tokens are chosen.
@@ -88,25 +85,20 @@ impl Ask {
     pub fn read(
         request: &Value,
         is_chat: bool,
-        tokenizer: &Tokenizer,
-        vocab_size: usize,
+        engine: &Engine,
     ) -> std::result::Result<Ask, Refusal> {
         if request.as_object().is_none() {
             return Err(Refusal::new(400, format!("expected an object, found {}", request.kind())));
         }
-        refuse_not_offered(request, is_chat)?;
-        Ask::read_fields(request, is_chat, tokenizer, vocab_size).map_err(bad_request)
+        refuse_not_offered(request)?;
+        Ask::read_fields(request, is_chat, engine).map_err(bad_request)
     }
 
-    fn read_fields(
-        request: &Value,
-        is_chat: bool,
-        tokenizer: &Tokenizer,
-        vocab_size: usize,
-    ) -> Result<Ask> {
+    fn read_fields(request: &Value, is_chat: bool, engine: &Engine) -> Result<Ask> {
+        let tokenizer = engine.tokenizer()?;
         let fields = Fields { object: request, path: "" };
         let params = read_params(&fields)?;
-        params.validate(vocab_size)?;
+        params.validate(engine.config().vocab_size)?;
         let most = if is_chat { "max_completion_tokens" } else { "max_tokens" };
         let new_tokens = match fields.integer(most, u64::from(is_chat)..=1 << 32)? {
             None if is_chat => fields.integer("max_tokens", 1..=1 << 32)?,
@@ -122,6 +114,7 @@ impl Ask {
             prompt: Vec::new(),
             thinking: false,
             tools: None,
+            constraint: None,
             echo: !is_chat && fields.boolean("echo")?.unwrap_or(false),
             params,
             new_tokens: new_tokens.map(|tokens| tokens as usize),
@@ -132,13 +125,31 @@ impl Ask {
         };
         if is_chat {
             ask.tools = Tools::read(request, tokenizer)?;
-            let prompt = chat::render(request)?;
+            let prompt = render(request)?;
             (ask.prompt, ask.thinking) = (prompt.ids(tokenizer)?, prompt.is_thinking());
         } else {
             let Some(prompt) = fields.get("prompt") else { bail!("prompt: expected, but missing") };
             ask.prompt = prompt_ids(prompt, tokenizer).context(|| "prompt")?;
         }
+        let content = form::read(request)?;
+        let grammar = match (&ask.tools, content) {
+            (Some(tools), _) if tools.must_call => Some(tools.grammar()?),
+            (Some(tools), Some(content)) => Some(content.or(tools.grammar()?)),
+            (_, content) => content,
+        };
+        ask.constraint = grammar.map(|grammar| engine.constraint(grammar)).transpose()?;
         Ok(ask)
+    }
+
+    /// What chooses the tokens of the reply.
+    pub fn chooser<'a>(&self, engine: &'a Engine) -> Result<Box<dyn Choose + 'a>> {
+        let (vocab_size, banned) = (engine.config().vocab_size, engine.never_sampled());
+        let sampler = Sampler::new(self.params.clone(), vocab_size, banned)?;
+        let Some(constraint) = self.constraint.clone() else { return Ok(Box::new(sampler)) };
+        let tokenizer = engine.tokenizer()?;
+        let end_think = tokenizer.token_id("</think>").filter(|_| self.thinking);
+        let guided = Guided::new(sampler, constraint, tokenizer, engine.stop_tokens());
+        Ok(Box::new(guided.after(end_think)))
     }
 
     /// Most new tokens with a context of `ctx_tokens`: as many as were asked for and fit, where the
@@ -158,44 +169,43 @@ impl Ask {
     }
 }
 
-/// What would need the output to have a form. `tool_choice` and `response_format` are asked for by
-/// clients that rely on it, so they are refused rather than hoped for.
-fn refuse_not_offered(request: &Value, is_chat: bool) -> std::result::Result<(), Refusal> {
+/// Refuses what would change the reply and is not honoured.
+fn refuse_not_offered(request: &Value) -> std::result::Result<(), Refusal> {
     let given = |name: &&str| request.get(name).is_some_and(|value| !is_off(value));
-    let unsupported = |name: &str, what: &str| {
-        let refusal = Refusal::new(400, format!("{name}: {what} is not offered"));
-        Err(refusal.code("unsupported_parameter").param(name))
+    let is_many = |name: &&str| {
+        request.get(name).is_some_and(|value| !value.is_null() && *value != Value::Int(1))
     };
-    if let Some(name) = NOT_OFFERED.iter().copied().find(|name| given(name)) {
-        return unsupported(name, "this field");
+    let refuse = |name: &str, code, what: &str| {
+        let refusal = Refusal::new(400, format!("{name}: {what} is not offered"));
+        Err(refusal.code(code).param(name))
+    };
+    if let Some(name) = NOT_OFFERED.into_iter().find(given) {
+        return refuse(name, "unsupported_parameter", "this field");
     }
-    for name in ["n", "best_of"] {
-        if request.get(name).is_some_and(|value| !value.is_null() && *value != Value::Int(1)) {
-            return unsupported(name, "anything but 1");
+    match ["n", "best_of"].into_iter().find(is_many) {
+        Some(name) => refuse(name, "unsupported_value", "anything but 1"),
+        None => Ok(()),
+    }
+}
+
+/// The prompt of a chat. Error, beside those of the template: a part that is no text, of which the
+/// model would see nothing.
+pub fn render(request: &Value) -> Result<Prompt> {
+    let messages = request.get("messages").and_then(Value::as_array).unwrap_or_default();
+    for (i, message) in messages.iter().enumerate() {
+        let parts = message.get("content").and_then(Value::as_array).unwrap_or_default();
+        for (j, part) in parts.iter().enumerate() {
+            let kind = part.get("type").and_then(Value::as_str).unwrap_or_default();
+            if chat::MEDIA_TYPES.contains(&kind) {
+                bail!("messages[{i}].content[{j}]: the model reads text only, found {kind}");
+            }
         }
     }
-    match request.get("response_format").map(|f| (f, f.get("type").and_then(Value::as_str))) {
-        None | Some((Value::Null, _) | (_, Some("text"))) => {}
-        Some((_, kind)) => return unsupported("response_format", kind.unwrap_or("this form")),
-    }
-    match request.get("tool_choice") {
-        _ if !is_chat => {}
-        None | Some(Value::Null) => {}
-        Some(Value::String(choice)) if choice == "auto" || choice == "none" => {}
-        Some(Value::String(choice)) if choice == "required" => {
-            return unsupported("tool_choice", "required");
-        }
-        Some(Value::Object(_)) => return unsupported("tool_choice", "a named function"),
-        Some(_) => {
-            let refusal = Refusal::new(400, "tool_choice: expected auto or none");
-            return Err(refusal.code("unsupported_value").param("tool_choice"));
-        }
-    }
-    Ok(())
+    chat::render(request)
 }
 
 /// Whether a field that is not offered is not used either.
-fn is_off(value: &Value) -> bool {
+pub(super) fn is_off(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) | Value::Int(0) => true,
         Value::Float(number) => *number == 0.0,

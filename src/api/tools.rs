@@ -2,38 +2,66 @@
 //!
 //! A call is `<tool_call>NAME`, then `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>` for each
 //! argument, then `</tool_call>`. Markers are found by token id, so text that spells them out makes
-//! no call. The schema of the tool says what a value is: text stays text where it may be a string,
-//! `007` included; where it may not, or where the schema says nothing, it is JSON if it reads as
-//! JSON of a declared type, else text.
+//! no call. The schema of the tool says what a value is ([`read_argument`]). A reply that must call
+//! has a grammar that knows the same form.
 
 #![forbid(unsafe_code)]
 
 use super::random_hex;
 use crate::bail;
-use crate::error::Result;
-use crate::json::{self, Limits, Value, to_compact};
+use crate::error::{Context, Result};
+use crate::grammar::{CallForm, Grammar, Tool, read_argument};
+use crate::json::{Value, to_compact};
 use crate::tokenizer::Tokenizer;
+use std::collections::HashSet;
+use std::ops::Range;
 
 /// What a reply may call.
 pub struct Tools {
-    /// Name and schema of its parameters.
-    declared: Vec<(String, Value)>,
+    declared: Vec<Tool>,
+    /// Those that a forced call may name.
+    callable: Range<usize>,
+    /// The markers.
+    pub form: CallForm,
+    /// Whether the reply must be calls.
+    pub must_call: bool,
     /// Whether one reply may hold several calls.
     pub parallel: bool,
-    /// The markers around a call.
-    pub call: [u32; 2],
-    key: [u32; 2],
-    value: [u32; 2],
 }
 
-/// A call.
+/// `tool_choice`.
+#[derive(PartialEq)]
+enum Choice<'a> {
+    None,
+    Auto,
+    Required,
+    Named(&'a str),
+}
+
+fn read_choice(choice: Option<&Value>) -> Result<Choice<'_>> {
+    Ok(match choice {
+        None | Some(Value::Null) => Choice::Auto,
+        Some(Value::String(word)) if word == "auto" => Choice::Auto,
+        Some(Value::String(word)) if word == "none" => Choice::None,
+        Some(Value::String(word)) if word == "required" => Choice::Required,
+        Some(choice) => {
+            let function = choice.get("function").unwrap_or(choice);
+            match function.get("name").and_then(Value::as_str) {
+                Some(name) => Choice::Named(name),
+                None => bail!("tool_choice: expected auto, none, required or a named function"),
+            }
+        }
+    })
+}
+
+/// A call, or one more part of its arguments: that has neither id nor name.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Call {
     /// `call_` and 24 hexadecimal digits.
     pub id: String,
     /// The function.
     pub name: String,
-    /// A JSON object.
+    /// A JSON object, or a part of one.
     pub arguments: String,
 }
 
@@ -46,13 +74,16 @@ impl Tools {
             Some(Value::Array(tools)) => &tools[..],
             Some(other) => bail!("tools: expected an array, found {}", other.kind()),
         };
-        let mut declared = Vec::new();
+        let (mut declared, mut names) = (Vec::new(), HashSet::new());
         for (i, tool) in tools.iter().enumerate() {
             let function = tool.get("function").unwrap_or(tool);
             match function.get("name").and_then(Value::as_str) {
+                // Of two with one name the first counts, as for references in the prompt.
+                Some(name) if names.contains(name) => {}
                 Some(name) if is_name(name) => {
-                    let schema = function.get("parameters").cloned().unwrap_or(Value::Null);
-                    declared.push((name.into(), schema));
+                    names.insert(name);
+                    let parameters = function.get("parameters").cloned().unwrap_or(Value::Null);
+                    declared.push(Tool { name: name.into(), parameters });
                 }
                 _ => bail!("tools[{i}].function.name: expected letters, digits and ._-"),
             }
@@ -62,15 +93,38 @@ impl Tools {
             Some(Value::Bool(parallel)) => *parallel,
             Some(other) => bail!("parallel_tool_calls: expected a boolean, found {}", other.kind()),
         };
-        let chosen = request.get("tool_choice").and_then(Value::as_str) != Some("none");
+        let choice = read_choice(request.get("tool_choice"))?;
+        let must_call = matches!(choice, Choice::Required | Choice::Named(_));
+        if choice == Choice::None || (declared.is_empty() && !must_call) {
+            return Ok(None);
+        }
+        let callable = match choice {
+            Choice::Named(name) => {
+                match declared.iter().position(|tool: &Tool| tool.name == name) {
+                    Some(at) => at..at + 1,
+                    None => bail!("tool_choice: no tool of the request is called {name:?}"),
+                }
+            }
+            _ if declared.is_empty() => bail!("tool_choice: expected tools to choose from"),
+            _ => 0..declared.len(),
+        };
         let pair = |name: &str| {
             let open = tokenizer.token_id(&format!("<{name}>"))?;
             Some([open, tokenizer.token_id(&format!("</{name}>"))?])
         };
         let pairs = (pair("tool_call"), pair("arg_key"), pair("arg_value"));
-        let (Some(call), Some(key), Some(value)) = pairs else { return Ok(None) };
-        let wanted = chosen && !declared.is_empty();
-        Ok(wanted.then_some(Tools { declared, parallel, call, key, value }))
+        let (Some(call), Some(key), Some(value)) = pairs else {
+            bail!("tools: the tokenizer has no markers for calls");
+        };
+        let parallel = parallel && !matches!(choice, Choice::Named(_));
+        let form = CallForm { call, key, value };
+        Ok(Some(Tools { declared, callable, form, must_call, parallel }))
+    }
+
+    /// What the reply is if it consists of calls. Error: a schema that has no grammar.
+    pub fn grammar(&self) -> Result<Grammar> {
+        let callable = &self.declared[self.callable.clone()];
+        Grammar::from_calls(callable, &self.form, self.parallel).context(|| "tools")
     }
 
     /// The call whose tokens between the markers are `ids`; `None` if they do not have the form.
@@ -78,26 +132,27 @@ impl Tools {
     /// has none and the tool takes none.
     pub fn parse(&self, ids: &[u32], is_ended: bool, tokenizer: &Tokenizer) -> Option<Call> {
         let text = |ids: &[u32]| tokenizer.decode(ids, true).ok();
-        let start = ids.iter().position(|id| *id == self.key[0]).unwrap_or(ids.len());
+        let start = ids.iter().position(|id| *id == self.form.key[0]).unwrap_or(ids.len());
         let name = text(&ids[..start])?.trim().to_string();
         if !is_name(&name) {
             return None;
         }
-        let schema = self.declared.iter().find(|(declared, _)| *declared == name);
-        let properties = schema.and_then(|(_, schema)| schema.get("properties"));
+        let tool = self.declared.iter().find(|tool| tool.name == name);
+        let parameters = tool.map_or(&Value::Null, |tool| &tool.parameters);
         let mut rest = &ids[start..];
         let mut arguments: Vec<(String, Value)> = Vec::new();
-        while let Some((key, after)) = self.between(rest, self.key) {
-            let (value, after) = self.between(skip_blank(after, tokenizer), self.value)?;
+        while let Some((key, after)) = self.between(rest, self.form.key) {
+            let (value, after) = self.between(skip_blank(after, tokenizer), self.form.value)?;
             let key = text(key)?.trim().to_string();
-            let schema = properties.and_then(|properties| properties.get(&key));
-            let value = typed(text(value)?, schema);
+            let value = read_argument(parameters, &key, text(value)?);
             // Said twice, the last one counts: an object has no key twice.
             arguments.retain(|(earlier, _)| *earlier != key);
             arguments.push((key, value));
             rest = skip_blank(after, tokenizer);
         }
-        let takes_none = || schema.is_some_and(|_| properties.is_none_or(|p| !has_members(p)));
+        let has_members = |value: &Value| value.as_object().is_some_and(|m| !m.is_empty());
+        let takes_none =
+            || tool.is_some() && !parameters.get("properties").is_some_and(has_members);
         if !rest.is_empty() || !(is_ended || !arguments.is_empty() || takes_none()) {
             return None;
         }
@@ -113,7 +168,8 @@ impl Tools {
     /// marker within says that one is missing.
     fn between<'a>(&self, ids: &'a [u32], pair: [u32; 2]) -> Option<(&'a [u32], &'a [u32])> {
         let rest = ids.strip_prefix(&[pair[0]])?;
-        let is_marker = |id: &u32| self.key.contains(id) || self.value.contains(id);
+        let CallForm { key, value, .. } = self.form;
+        let is_marker = |id: &u32| key.contains(id) || value.contains(id);
         let end = rest.iter().position(is_marker)?;
         (rest[end] == pair[1]).then(|| (&rest[..end], &rest[end + 1..]))
     }
@@ -123,58 +179,16 @@ fn is_name(name: &str) -> bool {
     !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "_.-".contains(c))
 }
 
-fn has_members(value: &Value) -> bool {
-    value.as_object().is_some_and(|members| !members.is_empty())
-}
-
 /// Without the white space at the start.
 fn skip_blank<'a>(ids: &'a [u32], tokenizer: &Tokenizer) -> &'a [u32] {
     let is_blank = |id: &u32| tokenizer.token_bytes(*id).is_some_and(|b| b.trim_ascii().is_empty());
     &ids[ids.iter().take_while(|id| is_blank(id)).count()..]
 }
 
-/// A value by its schema.
-fn typed(text: String, schema: Option<&Value>) -> Value {
-    let mut types = Vec::new();
-    schema.iter().for_each(|schema| collect_types(schema, &mut types, 0));
-    let parsed = json::parse(text.trim().as_bytes(), Limits::default()).ok();
-    let is_declared = |value: &Value| {
-        let names: &[&str] = match value {
-            Value::Null => &["null"],
-            Value::Bool(_) => &["boolean"],
-            Value::Int(_) | Value::BigInt(_) => &["integer", "number"],
-            Value::Float(_) => &["number"],
-            Value::String(_) => &["string"],
-            Value::Array(_) => &["array"],
-            Value::Object(_) => &["object"],
-        };
-        types.is_empty() || names.iter().any(|name| types.contains(name))
-    };
-    match parsed.filter(is_declared) {
-        Some(Value::Null) => Value::Null,
-        Some(value) if !types.contains(&"string") => value,
-        _ => Value::String(text),
-    }
-}
-
-/// The types that a schema allows, those of its alternatives and of its listed values included;
-/// none if it leaves that open.
-fn collect_types<'a>(schema: &'a Value, types: &mut Vec<&'a str>, depth: usize) {
-    let list = |name: &str| schema.get(name).and_then(Value::as_array).unwrap_or_default();
-    types.extend(schema.get("type").and_then(Value::as_str));
-    types.extend(list("type").iter().filter_map(Value::as_str));
-    if list("enum").iter().chain(schema.get("const")).any(|value| value.as_str().is_some()) {
-        types.push("string");
-    }
-    if depth < 8 {
-        let alternatives = list("anyOf").iter().chain(list("oneOf"));
-        alternatives.for_each(|schema| collect_types(schema, types, depth + 1));
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::json::{self, Limits};
     use crate::tokenizer::Special;
     use std::hash::{BuildHasher, RandomState};
     use std::path::Path;
@@ -204,11 +218,12 @@ mod tests {
     #[test]
     fn the_schema_decides_what_a_value_is() {
         let tools = tools(
-            r#"{"tools":[{"function":{"name":"f","parameters":{"properties":{
+            r##"{"tools":[{"function":{"name":"f","parameters":{"properties":{
             "text":{"type":"string"},"count":{"type":"integer"},"ratio":{"type":"number"},
             "on":{"type":"boolean"},"list":{"type":"array"},"kind":{"enum":["1","2"]},
-            "maybe":{"anyOf":[{"type":"string"},{"type":"null"}]},"both":{"type":["integer","null"]}
-            }}}}]}"#,
+            "maybe":{"anyOf":[{"type":"string"},{"type":"null"}]},
+            "both":{"type":["integer","null"]},
+            "named":{"allOf":[{"$ref":"#/$defs/n"}]}},"$defs":{"n":{"enum":["1"]}}}}}]}"##,
         );
         for (key, value, want) in [
             ("text", "007", "\"007\""),
@@ -223,6 +238,7 @@ mod tests {
             ("on", "true", "true"),
             ("list", "[1, \"a\"]", "[1,\"a\"]"),
             ("kind", "1", "\"1\""),
+            ("named", "1", "\"1\""),
             ("maybe", "5", "\"5\""),
             ("maybe", "null", "null"),
             ("both", "null", "null"),
@@ -260,8 +276,8 @@ mod tests {
             calls += 1;
             let arguments = json::parse(call.arguments.as_bytes(), Limits::default());
             assert!(arguments.is_ok_and(|a| a.as_object().is_some()), "COLI_FUZZ_SEED={seed}");
-            let opened = ids.iter().filter(|id| **id == tools.key[0]).count();
-            let closed = ids.iter().filter(|id| **id == tools.value[1]).count();
+            let opened = ids.iter().filter(|id| **id == tools.form.key[0]).count();
+            let closed = ids.iter().filter(|id| **id == tools.form.value[1]).count();
             assert_eq!(opened, closed, "COLI_FUZZ_SEED={seed} case {case}: {ids:?}");
         }
         assert!(calls > 1000, "COLI_FUZZ_SEED={seed}: {calls} calls");

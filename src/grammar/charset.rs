@@ -1,13 +1,17 @@
-//! Sets of characters, and characters of which only some bytes have been read.
+//! Sets of characters, and characters of which only some bytes have been read. A token that no text
+//! spells, such as `<tool_call>`, counts as one character behind the last of Unicode.
 
 #![forbid(unsafe_code)]
 
-/// Code points in ascending, disjoint, non-adjacent inclusive ranges; never a surrogate.
+/// Code points in ascending, disjoint, non-adjacent inclusive ranges, never a surrogate; then
+/// markers.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct CharSet(Vec<(u32, u32)>);
 
 const SURROGATES: (u32, u32) = (0xd800, 0xdfff);
 const LAST: u32 = 0x10_ffff;
+/// The marker of token 0; those of others follow. No bytes of a character reach so far.
+const MARKERS: u32 = 1 << 21;
 
 impl CharSet {
     /// The union of inclusive ranges.
@@ -34,11 +38,22 @@ impl CharSet {
         CharSet::new(text.chars().map(|char| (char as u32, char as u32)).collect())
     }
 
-    /// Every character that is not in the set.
+    /// The marker of a token.
+    pub(super) fn marker(token: u32) -> CharSet {
+        CharSet(vec![(MARKERS + token, MARKERS + token)])
+    }
+
+    /// The tokens whose markers are members.
+    pub(super) fn markers(&self) -> impl Iterator<Item = u32> {
+        let at = self.0.partition_point(|range| range.1 < MARKERS);
+        self.0[at..].iter().flat_map(|&(low, high)| low - MARKERS..=high - MARKERS)
+    }
+
+    /// Every character that is not in the set, markers left aside.
     pub(super) fn complement(&self) -> CharSet {
         let mut ranges = Vec::new();
         let mut low = 0;
-        for &(start, end) in &self.0 {
+        for &(start, end) in self.0.iter().take_while(|range| range.0 < MARKERS) {
             if low < start {
                 ranges.push((low, start - 1));
             }

@@ -92,6 +92,11 @@ impl Builder {
         Expr::Class(number)
     }
 
+    /// The marker of a token.
+    pub(super) fn marker(&mut self, token: u32) -> Expr {
+        self.class(CharSet::marker(token))
+    }
+
     /// One of the characters of `members`.
     pub(super) fn one_of(&mut self, members: &str) -> Expr {
         self.class(CharSet::of(members))

@@ -56,9 +56,9 @@ pub struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// The tokens that text may consist of, with their bytes. Markers such as an end of sequence
-    /// must be left out: no grammar matches them; see [`Constraint::is_complete`]. Empty tokens
-    /// are never allowed, because they lead nowhere.
+    /// The tokens that text may consist of, with their bytes. Markers must be left out: a grammar
+    /// names the few that it wants, and an end of sequence is none of them; see
+    /// [`Constraint::is_complete`]. Empty tokens are never allowed, because they lead nowhere.
     pub fn new<'a>(tokens: impl Iterator<Item = (u32, &'a [u8])>) -> Vocabulary {
         let mut tokens: Vec<(&[u8], u32)> = tokens.map(|(id, bytes)| (bytes, id)).collect();
         tokens.retain(|(bytes, _)| !bytes.is_empty());
@@ -162,7 +162,11 @@ impl TokenSet {
     }
 
     fn insert(&mut self, token: u32) {
-        self.0[token as usize / 64] |= 1 << (token % 64);
+        let word = token as usize / 64;
+        if self.0.len() <= word {
+            self.0.resize(word + 1, 0);
+        }
+        self.0[word] |= 1 << (token % 64);
     }
 }
 
@@ -213,14 +217,28 @@ impl Constraint {
         self.refuel();
         let step = |state, byte: &u8| self.matcher.step(state, *byte);
         let state = bytes.iter().try_fold(*self.trail.last().expect("a state"), step)?;
+        Ok(self.enter(state))
+    }
+
+    /// Appends a marker, as [`Constraint::accept`] appends text.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn accept_marker(&mut self, token: u32) -> Result<bool> {
+        self.refuel();
+        let state = self.matcher.step_marker(self.state(), token)?;
+        Ok(self.enter(state))
+    }
+
+    fn enter(&mut self, state: u32) -> bool {
         if state == DEAD {
-            return Ok(false);
+            return false;
         }
         if self.trail.len() > TRAIL_MAX {
             self.trail.remove(0);
         }
         self.trail.push(state);
-        Ok(true)
+        true
     }
 
     /// Takes back the last `tokens` calls of [`Constraint::accept`] that gave `true`; at most 256
@@ -235,25 +253,29 @@ impl Constraint {
         self.matcher.is_complete(self.state())
     }
 
-    /// The bytes that must come next, up to `bytes_max`: while there is one way only to go on, and
-    /// the text may not end.
+    /// The bytes that must come next, some `bytes_max`: while there is one way only to go on, and
+    /// the text may not end. A marker is spelled as `spell` says.
     ///
     /// # Errors
     /// A grammar so ambiguous here that it is too much work.
-    pub fn forced(&mut self, bytes_max: usize) -> Result<Vec<u8>> {
+    pub fn forced(&mut self, bytes_max: usize, spell: impl Fn(u32) -> Vec<u8>) -> Result<Vec<u8>> {
         self.refuel();
         let mut forced = Vec::new();
         let mut state = self.state();
         while forced.len() < bytes_max && !self.matcher.is_complete(state) {
-            let mut only = None;
+            let mut ways = Vec::new();
+            for token in self.matcher.markers(state) {
+                ways.push((spell(token), self.matcher.step_marker(state, token)?));
+            }
             for byte in 0..=u8::MAX {
                 let after = self.matcher.step(state, byte)?;
-                if after != DEAD && only.replace((byte, after)).is_some() {
+                ways.extend((after != DEAD).then(|| (vec![byte], after)));
+                if ways.len() > 1 {
                     return Ok(forced);
                 }
             }
-            let Some((byte, after)) = only else { break };
-            forced.push(byte);
+            let Some((bytes, after)) = ways.pop() else { break };
+            forced.extend(bytes);
             state = after;
         }
         Ok(forced)
@@ -276,6 +298,7 @@ impl Constraint {
         for (start, end) in allowed {
             tokens[start as usize..end as usize].iter().for_each(|token| set.insert(*token));
         }
+        self.matcher.markers(state).into_iter().for_each(|token| set.insert(token));
         Ok(set)
     }
 

@@ -11,7 +11,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::charset::Partial;
+use super::charset::{CharSet, Partial};
 use super::{Grammar, Node, RETURN};
 use crate::bail;
 use crate::error::Result;
@@ -244,13 +244,42 @@ impl Matcher {
     fn make_step(&mut self, state: u32, byte: u8) -> Result<u32> {
         let ways = &self.states[state as usize].0;
         let Some((partial, low, high)) = ways.partial.advance(byte) else { return Ok(DEAD) };
-        let tops = ways.tops.len();
+        self.read(state, partial, &|class| class.intersects(low, high))
+    }
+
+    /// The state after the marker of a token.
+    pub(super) fn step_marker(&mut self, state: u32, token: u32) -> Result<u32> {
+        let is_read = |class: &CharSet| class.markers().any(|marker| marker == token);
+        self.read(state, Partial::default(), &is_read)
+    }
+
+    /// The tokens whose markers may come next at a state.
+    pub(super) fn markers(&self, state: u32) -> Vec<u32> {
+        let tops = self.states[state as usize].0.tops.iter();
+        let class = |top: &(u32, u32)| match self.grammar.nodes[top.0 as usize] {
+            Node::Char { class, .. } => Some(&self.grammar.classes[class as usize].set),
+            _ => None,
+        };
+        let mut tokens: Vec<u32> = tops.filter_map(class).flat_map(CharSet::markers).collect();
+        tokens.sort_unstable();
+        tokens.dedup();
+        tokens
+    }
+
+    /// The state after what all nodes read whose class `is_read` says so.
+    fn read(
+        &mut self,
+        state: u32,
+        partial: Partial,
+        is_read: &dyn Fn(&CharSet) -> bool,
+    ) -> Result<u32> {
+        let tops = self.states[state as usize].0.tops.len();
         self.fuel = self.fuel.saturating_sub(tops as u32 / 8);
         let mut is_complete = false;
         for at in 0..tops {
             let (node, stacks) = self.states[state as usize].0.tops[at];
             let Node::Char { class, next } = self.grammar.nodes[node as usize] else { continue };
-            if self.grammar.classes[class as usize].set.intersects(low, high) {
+            if is_read(&self.grammar.classes[class as usize].set) {
                 let next = if partial.is_boundary() { next } else { node };
                 is_complete |= self.reach(next, stacks)?;
             }

@@ -1,8 +1,9 @@
 //! Regular expressions of JSON Schema's `pattern`: the part of ECMA-262 (flag `u`) that a grammar
 //! can follow.
 //!
-//! An expression matches the value of a string; the grammar must match how JSON writes it. Here
-//! every character is written as itself, except those that JSON escapes, in one way each.
+//! An expression matches the value of a string; the grammar must match how that is written: in
+//! plain text every character as itself, in JSON too, except those that it escapes, each in one
+//! way.
 //! Supported are characters, escapes of one (`\n \t \r \f \v \0 \xHH \uHHHH \u{H…}`, syntax
 //! characters), `\d \w \s` and their opposites, `.`, classes, groups, alternatives, repetitions,
 //! and `^` and `$` at the ends of the outermost alternatives. The rest is refused by name.
@@ -13,13 +14,16 @@ use super::UNBOUNDED;
 use super::charset::CharSet;
 use super::compile::{Builder, Expr};
 use super::pattern::{Parser, Syntax};
+use super::schema::Form;
 use crate::error::Result;
 use crate::json;
 use std::collections::HashMap;
 
-/// The rule for those characters of a set that JSON escapes, for each such set met.
-#[derive(Default)]
-struct Regex(HashMap<CharSet, Expr>);
+struct Regex {
+    form: Form,
+    /// The rule for those characters of a set that JSON escapes, for each such set met.
+    escaped: HashMap<CharSet, Expr>,
+}
 
 const DIGITS: &[(u32, u32)] = &[(0x30, 0x39)];
 const WORD: &[(u32, u32)] = &[(0x30, 0x39), (0x41, 0x5a), (0x5f, 0x5f), (0x61, 0x7a)];
@@ -36,9 +40,10 @@ const SPACE: &[(u32, u32)] = &[
     (0xfeff, 0xfeff),
 ];
 
-/// The characters between the quotes of a JSON string whose value has a match of `text`.
-pub(super) fn compile(builder: &mut Builder, text: &str) -> Result<Expr> {
-    let mut parser = Parser::new(text, builder, Regex::default())?;
+/// The characters of a string, between its quotes if it is JSON, whose value has a match of `text`.
+pub(super) fn compile(builder: &mut Builder, text: &str, form: Form) -> Result<Expr> {
+    let syntax = Regex { form, escaped: HashMap::new() };
+    let mut parser = Parser::new(text, builder, syntax)?;
     let anything = CharSet::new(Vec::new()).complement();
     let anything = one_of(&mut parser, anything)?.repeat(0, UNBOUNDED);
     let mut alternatives = Vec::new();
@@ -61,8 +66,11 @@ pub(super) fn compile(builder: &mut Builder, text: &str) -> Result<Expr> {
     }
 }
 
-/// A character of `set` as JSON writes it in a string.
+/// A character of `set` as it is written in a string.
 fn one_of(parser: &mut Parser<Regex>, set: CharSet) -> Result<Expr> {
+    if parser.syntax.form == Form::Text {
+        return Ok(parser.builder.class(set));
+    }
     let escaped = CharSet::new(vec![(0, 0x1f), (0x22, 0x22), (0x5c, 0x5c)]);
     let plain = set.minus(&escaped);
     let escaped = set.minus(&plain);
@@ -70,7 +78,7 @@ fn one_of(parser: &mut Parser<Regex>, set: CharSet) -> Result<Expr> {
     if escaped.is_empty() {
         return Ok(plain);
     }
-    if !parser.syntax.0.contains_key(&escaped) {
+    if !parser.syntax.escaped.contains_key(&escaped) {
         let mut alternatives = Vec::new();
         for char in escaped.up_to(0x5c) {
             let mut text = String::new();
@@ -78,9 +86,9 @@ fn one_of(parser: &mut Parser<Regex>, set: CharSet) -> Result<Expr> {
             alternatives.push(parser.builder.literal(&text[1..text.len() - 1]));
         }
         let rule = parser.builder.rule("escaped characters", Expr::Alt(alternatives))?;
-        parser.syntax.0.insert(escaped.clone(), rule);
+        parser.syntax.escaped.insert(escaped.clone(), rule);
     }
-    Ok(Expr::Alt(vec![plain, parser.syntax.0[&escaped].clone()]))
+    Ok(Expr::Alt(vec![plain, parser.syntax.escaped[&escaped].clone()]))
 }
 
 impl Syntax for Regex {

@@ -1,4 +1,4 @@
-//! JSON Schema to a grammar.
+//! JSON Schema to a grammar of JSON, or of the plain text that stands for a string.
 //!
 //! The grammar matches a part of what the schema allows, never more:
 //!
@@ -33,6 +33,7 @@ use crate::error::{Context, Result};
 use crate::json::{self, Value};
 use std::collections::{HashMap, HashSet};
 
+pub(super) mod calls;
 mod keywords;
 
 use keywords::{ARRAY, BOOLEAN, INTEGER, Keywords, NULL, NUMBER, OBJECT, STRING, differ, resolve};
@@ -48,9 +49,18 @@ const TIME: &str =
 const UUID: &str = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}";
 const OCTET: &str = "(\\d|[1-9]\\d|1\\d\\d|2[0-4]\\d|25[0-5])";
 
-/// [`Grammar::from_schema`].
-pub(super) fn compile(schema: &Value) -> Result<Grammar> {
-    compile_document(schema).context(|| "schema")
+/// How a value is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Form {
+    /// As JSON.
+    Json,
+    /// A string as its characters, null as `null`, and nothing else.
+    Text,
+}
+
+/// [`Grammar::from_schema`] and [`Grammar::from_text_schema`].
+pub(super) fn compile(schema: &Value, form: Form) -> Result<Grammar> {
+    compile_document(schema, form).context(|| "schema")
 }
 
 /// [`Grammar::json_object`].
@@ -63,55 +73,80 @@ pub(super) fn json_object() -> Grammar {
     compiled.expect("a fixed grammar compiles")
 }
 
-fn compile_document(document: &Value) -> Result<Grammar> {
-    let bytes = json::to_compact(document).len();
-    if bytes > TEXT_BYTES_MAX {
-        bail!("{bytes} bytes, at most {TEXT_BYTES_MAX} are allowed");
-    }
-    let rules = HashMap::new();
-    let mut compiler = Compiler { json: Json::new()?, document, rules, pending: Vec::new() };
-    compiler.subschema("#".into(), document)?;
-    let root = compiler.rules["#"];
-    // Not by recursion: references may form long chains.
-    while let Some((rule, pointer, schema)) = compiler.pending.pop() {
-        let expr = compiler.schema(&pointer, schema)?;
-        compiler.json.builder.define(rule, None, expr);
-    }
-    compiler.json.builder.build(root)
+fn compile_document(document: &Value, form: Form) -> Result<Grammar> {
+    let mut json = Json::new()?;
+    let mut compiler = Compiler::new(&mut json, document)?;
+    compiler.subschema_as(form, "#".into(), document)?;
+    let root = compiler.rules[&(form, "#".to_string())];
+    compiler.define_pending()?;
+    json.builder.build(root)
 }
 
-struct Compiler<'a> {
-    json: Json,
+struct Compiler<'a, 'j> {
+    json: &'j mut Json,
     document: &'a Value,
-    /// The rule of each schema that was met, by its pointer.
-    rules: HashMap<String, u32>,
+    /// The rule of each schema that was met, by how it is written and its pointer.
+    rules: HashMap<(Form, String), u32>,
     /// Rules to define.
-    pending: Vec<(u32, String, &'a Value)>,
+    pending: Vec<(u32, Form, String, &'a Value)>,
 }
 
-impl<'a> Compiler<'a> {
-    /// What the schema at `pointer` allows.
+impl<'a, 'j> Compiler<'a, 'j> {
+    fn new(json: &'j mut Json, document: &'a Value) -> Result<Compiler<'a, 'j>> {
+        let bytes = json::to_compact(document).len();
+        if bytes > TEXT_BYTES_MAX {
+            bail!("{bytes} bytes, at most {TEXT_BYTES_MAX} are allowed");
+        }
+        Ok(Compiler { json, document, rules: HashMap::new(), pending: Vec::new() })
+    }
+
+    /// Not by recursion: references may form long chains.
+    fn define_pending(&mut self) -> Result<()> {
+        while let Some((rule, form, pointer, schema)) = self.pending.pop() {
+            let expr = self.schema(form, &pointer, schema)?;
+            self.json.builder.define(rule, None, expr);
+        }
+        Ok(())
+    }
+
+    /// What the schema at `pointer` allows, as JSON.
     fn subschema(&mut self, pointer: String, schema: &'a Value) -> Result<Expr> {
-        if let Some(&rule) = self.rules.get(&pointer) {
+        self.subschema_as(Form::Json, pointer, schema)
+    }
+
+    fn subschema_as(&mut self, form: Form, pointer: String, schema: &'a Value) -> Result<Expr> {
+        let key = (form, pointer);
+        if let Some(&rule) = self.rules.get(&key) {
             return Ok(Expr::Rule(rule));
         }
-        let rule = self.json.builder.declare(pointer.as_str())?;
-        self.rules.insert(pointer.clone(), rule);
-        self.pending.push((rule, pointer, schema));
+        let rule = self.json.builder.declare(key.1.as_str())?;
+        self.pending.push((rule, form, key.1.clone(), schema));
+        self.rules.insert(key, rule);
         Ok(Expr::Rule(rule))
     }
 
-    fn schema(&mut self, pointer: &str, schema: &'a Value) -> Result<Expr> {
+    /// What a schema allows that says nothing.
+    fn any(&mut self, form: Form) -> Expr {
+        match form {
+            Form::Json => self.json.any.clone(),
+            Form::Text => self.json.any_char().repeat(0, UNBOUNDED),
+        }
+    }
+
+    fn schema(&mut self, form: Form, pointer: &str, schema: &'a Value) -> Result<Expr> {
         match schema {
-            Value::Bool(true) => return Ok(self.json.any.clone()),
+            Value::Bool(true) => return Ok(self.any(form)),
             Value::Bool(false) => return Ok(self.json.builder.any_of(Vec::new())),
             _ => {}
         }
         let keywords = Keywords::new(pointer, schema)?;
-        if let Some(expr) = self.combined(&keywords)? {
+        if let Some(expr) = self.combined(form, &keywords)? {
             return Ok(expr);
         }
-        let Some(kinds) = keywords.kinds()? else { return Ok(self.json.any.clone()) };
+        let Some(mut kinds) = keywords.kinds()? else { return Ok(self.any(form)) };
+        if form == Form::Text {
+            kinds &= STRING | NULL;
+        }
         let mut alternatives = Vec::new();
         if kinds & OBJECT != 0 {
             alternatives.push(self.object(&keywords)?);
@@ -120,7 +155,7 @@ impl<'a> Compiler<'a> {
             alternatives.push(self.array(&keywords)?);
         }
         if kinds & STRING != 0 {
-            alternatives.push(self.string(&keywords)?);
+            alternatives.push(self.string(form, &keywords)?);
         }
         if kinds & (INTEGER | NUMBER) != 0 {
             alternatives.push(self.number(&keywords, kinds & NUMBER == 0)?);
@@ -135,17 +170,17 @@ impl<'a> Compiler<'a> {
     }
 
     /// What a schema allows that is a reference, a list of values or a combination of schemas.
-    fn combined(&mut self, keywords: &Keywords<'a>) -> Result<Option<Expr>> {
+    fn combined(&mut self, form: Form, keywords: &Keywords<'a>) -> Result<Option<Expr>> {
         let Some((key, value)) = keywords.combiner()? else { return Ok(None) };
         let expr = match key {
             "$ref" => {
                 let target = value.as_str().ok_or_else(|| keywords.expected(key, "a string"))?;
                 let found = resolve(self.document, target);
                 let schema = found.context(|| keywords.place(key))?;
-                self.subschema(target.into(), schema)?
+                self.subschema_as(form, target.into(), schema)?
             }
-            "const" => self.constants(keywords, std::slice::from_ref(value))?,
-            "enum" => self.constants(keywords, keywords.list(key)?)?,
+            "const" => self.constants(form, keywords, std::slice::from_ref(value))?,
+            "enum" => self.constants(form, keywords, keywords.list(key)?)?,
             _ => {
                 let schemas = keywords.list(key)?;
                 if key == "allOf" && schemas.len() > 1 {
@@ -156,8 +191,9 @@ impl<'a> Compiler<'a> {
                 }
                 let place = keywords.place(key);
                 let each = schemas.iter().enumerate();
-                let each = each.map(|(at, schema)| self.subschema(format!("{place}/{at}"), schema));
-                let alternatives = each.collect::<Result<Vec<Expr>>>()?;
+                let alternatives = each
+                    .map(|(at, schema)| self.subschema_as(form, format!("{place}/{at}"), schema))
+                    .collect::<Result<Vec<Expr>>>()?;
                 self.json.builder.any_of(alternatives)
             }
         };
@@ -182,11 +218,17 @@ impl<'a> Compiler<'a> {
         Ok(())
     }
 
-    fn constants(&mut self, keywords: &Keywords<'a>, values: &[Value]) -> Result<Expr> {
+    fn constants(&mut self, form: Form, keywords: &Keywords<'a>, values: &[Value]) -> Result<Expr> {
         let kinds = keywords.kinds()?.unwrap_or(u8::MAX);
         let values = values.iter().filter(|value| keywords::kind_of(value) & kinds != 0);
-        let values = values.map(|value| self.json.builder.literal(&json::to_compact(value)));
-        let values = values.collect();
+        let literal = |value: &Value| match (form, value) {
+            (Form::Text, Value::String(text)) => Some(self.json.builder.literal(text)),
+            (Form::Json, _) | (_, Value::Null) => {
+                Some(self.json.builder.literal(&json::to_compact(value)))
+            }
+            _ => None,
+        };
+        let values = values.filter_map(literal).collect();
         Ok(self.json.builder.any_of(values))
     }
 
@@ -317,7 +359,12 @@ impl<'a> Compiler<'a> {
         Ok(self.json.enclosed("[", rest, "]"))
     }
 
-    fn string(&mut self, keywords: &Keywords<'a>) -> Result<Expr> {
+    fn string(&mut self, form: Form, keywords: &Keywords<'a>) -> Result<Expr> {
+        let inner = self.characters(form, keywords)?;
+        Ok(if form == Form::Json { self.json.quoted(inner) } else { inner })
+    }
+
+    fn characters(&mut self, form: Form, keywords: &Keywords<'a>) -> Result<Expr> {
         let (min, max) = keywords.counts("minLength", "maxLength")?;
         let format = match keywords.string("format")? {
             None => None,
@@ -333,8 +380,11 @@ impl<'a> Compiler<'a> {
         let pattern = keywords.string("pattern")?.map(str::to_string);
         let (key, pattern) = match (pattern, format) {
             (None, None) => {
-                let chars = self.json.char.clone().repeat(min, max);
-                return Ok(self.json.quoted(chars));
+                let char = match form {
+                    Form::Json => self.json.char.clone(),
+                    Form::Text => self.json.any_char(),
+                };
+                return Ok(char.repeat(min, max));
             }
             (Some(pattern), None) => ("pattern", pattern),
             (None, Some(format)) => ("format", format!("^{format}$")),
@@ -345,8 +395,7 @@ impl<'a> Compiler<'a> {
         if let Some(bound) = ["minLength", "maxLength"].iter().find(|b| keywords.get(b).is_some()) {
             return Err(keywords.error(bound, format!("unsupported beside `{key}`")));
         }
-        let inner = regex::compile(&mut self.json.builder, &pattern);
-        Ok(self.json.quoted(inner.context(|| keywords.place(key))?))
+        regex::compile(&mut self.json.builder, &pattern, form).context(|| keywords.place(key))
     }
 
     fn number(&mut self, keywords: &Keywords<'a>, is_integer: bool) -> Result<Expr> {

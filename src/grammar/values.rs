@@ -99,6 +99,11 @@ impl Json {
         self.builder.class(plain().minus(others))
     }
 
+    /// Any character at all.
+    pub(super) fn any_char(&mut self) -> Expr {
+        self.builder.class(CharSet::of("").complement())
+    }
+
     /// A number without bounds.
     pub(super) fn any_number(&mut self) -> Expr {
         let [integer, fraction, exponent] = self.number.clone();

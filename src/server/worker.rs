@@ -16,7 +16,7 @@ use crate::engine::{Engine, Finish, Generation, Member, Session};
 use crate::error::{Error, Result};
 use crate::http::Refusal;
 use crate::model::Observer;
-use crate::sample::{Choose, Sampler, log_probabilities};
+use crate::sample::{Choose, log_probabilities};
 use crate::state::common_tokens;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -197,7 +197,7 @@ struct Running<'a> {
     job: Arc<Job>,
     shared: Shared<'a>,
     generation: Generation,
-    chooser: Box<dyn Choose>,
+    chooser: Box<dyn Choose + 'a>,
     watch: Watch<'a>,
     turn: Turn<'a>,
     start: Instant,
@@ -212,8 +212,7 @@ impl<'a> Running<'a> {
     fn new(job: &Arc<Job>, shared: Shared<'a>, session: &mut Session<'a>) -> Result<Running<'a>> {
         let (engine, ask) = (shared.engine, &job.ask);
         let (start, tokenizer) = (Instant::now(), engine.tokenizer()?);
-        let banned = engine.never_sampled();
-        let chooser = Sampler::new(ask.params.clone(), engine.config().vocab_size, banned)?;
+        let chooser = ask.chooser(engine)?;
         let mut watch = Watch::new(job, shared);
         if ask.echo {
             job.tell(Event::Piece(watch.echo(session, tokenizer.decode(&ask.prompt, false)?)?));
@@ -222,7 +221,7 @@ impl<'a> Running<'a> {
             job: Arc::clone(job),
             shared,
             generation: Generation::new(engine, &ask.prompt, job.new_tokens),
-            chooser: Box::new(chooser),
+            chooser,
             watch,
             turn: Turn::new(Arc::clone(ask), tokenizer),
             start,

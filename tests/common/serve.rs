@@ -264,15 +264,18 @@ pub fn streamed(events: &[Value], kind: &str) -> String {
 /// A model that says one thing, whatever it is asked: behind each token of the script comes the
 /// next, and none is in it twice. With thinking off it starts behind `</think>`.
 pub fn scripted(name: &str, script: &str) -> TempDir {
+    let tokenizer = Tokenizer::load(&demo().join("tokenizer.json")).unwrap();
+    scripted_ids(name, &tokenizer.encode(script, Special::Parse), None)
+}
+
+/// The same for tokens; behind one of them the model knows nothing but NaN.
+pub fn scripted_ids(name: &str, ids: &[u32], broken: Option<u32>) -> TempDir {
     let dir = TempDir::with_fixture(name, "a_seed");
     let config = std::fs::read_to_string(dir.0.join("config.json")).unwrap();
     let config = config.replace("\"vocab_size\": 256", "\"vocab_size\": 3072");
     let config = config.replace("\"eos_token_id\": 1", "\"eos_token_id\": 3036");
     std::fs::write(dir.0.join("config.json"), config).unwrap();
     std::fs::copy(demo().join("tokenizer.json"), dir.0.join("tokenizer.json")).unwrap();
-    let tokenizer = Tokenizer::load(&dir.0.join("tokenizer.json")).unwrap();
-    assert_eq!(tokenizer.token_id("<|endoftext|>"), Some(3036));
-    let ids = tokenizer.encode(script, Special::Parse);
     let path = dir.0.join("model.safetensors");
     let mut tensors = read_safetensors(&path);
     let matrix = |ones: Vec<(usize, usize)>| {
@@ -288,6 +291,10 @@ pub fn scripted(name: &str, script: &str) -> TempDir {
             "model.embed_tokens.weight" => {
                 tensor.shape = vec![3072, 128];
                 tensor.bytes = matrix((0..3072).map(|id| (id, place(id as u32))).collect());
+                if let Some(id) = broken {
+                    let row = &mut tensor.bytes[id as usize * 512..][..512];
+                    row.copy_from_slice(&f32::NAN.to_le_bytes().repeat(128));
+                }
             }
             "lm_head.weight" => {
                 tensor.shape = vec![3072, 128];
@@ -300,7 +307,7 @@ pub fn scripted(name: &str, script: &str) -> TempDir {
             _ => {}
         }
     }
-    assert!((0..ids.len()).all(|i| place(ids[i]) == i), "{script}: a token is there twice");
+    assert!((0..ids.len()).all(|i| place(ids[i]) == i), "{name}: a token is there twice");
     write_safetensors(&path, &tensors);
     dir
 }

@@ -249,6 +249,51 @@ pub(super) fn resolve<'a>(document: &'a Value, reference: &str) -> Result<&'a Va
     Ok(value)
 }
 
+/// Schemas that are looked at for one value; what is behind them counts as not said.
+const LOOKS_MAX: usize = 256;
+
+/// The kinds of value that a schema allows, those of its alternatives and of its listed values
+/// included; `u8::MAX` if it does not say. What is malformed or unknown says nothing.
+pub(super) fn kinds(document: &Value, schema: &Value) -> u8 {
+    kinds_within(document, schema, &mut 0)
+}
+
+fn kinds_within(document: &Value, schema: &Value, looks: &mut usize) -> u8 {
+    *looks += 1;
+    if *looks > LOOKS_MAX {
+        return u8::MAX;
+    }
+    let schema = follow(document, schema);
+    let list = |key: &str| schema.get(key).and_then(Value::as_array).unwrap_or_default();
+    let types = schema.get("type").into_iter();
+    let types = types.flat_map(|named| named.as_array().unwrap_or(std::slice::from_ref(named)));
+    let bit = |name: &Value| TYPES.iter().find(|(known, _)| name.as_str() == Some(known));
+    let mut kinds = types.filter_map(bit).map(|(_, bits)| *bits).reduce(|a, b| a | b);
+    let mut narrow = |found: Option<u8>| kinds = found.map(|f| f & kinds.unwrap_or(f)).or(kinds);
+    narrow(list("enum").iter().chain(schema.get("const")).map(kind_of).reduce(|a, b| a | b));
+    for key in ["anyOf", "oneOf"] {
+        let each = list(key).iter().map(|schema| kinds_within(document, schema, looks));
+        narrow(each.reduce(|a, b| a | b).filter(|found| *found != u8::MAX));
+    }
+    for schema in list("allOf") {
+        narrow(Some(kinds_within(document, schema, looks)).filter(|found| *found != u8::MAX));
+    }
+    let about = RESTRICTIONS.iter().filter(|(name, _)| schema.get(name).is_some());
+    kinds.or(about.map(|(_, bits)| *bits).reduce(|a, b| a | b)).unwrap_or(u8::MAX)
+}
+
+/// The schema that `schema` refers to, if it is a reference.
+fn follow<'a>(document: &'a Value, mut schema: &'a Value) -> &'a Value {
+    /// More references in a row are not followed.
+    const HOPS_MAX: usize = 16;
+    for _ in 0..HOPS_MAX {
+        let target = schema.get("$ref").and_then(Value::as_str);
+        let Some(target) = target.and_then(|target| resolve(document, target).ok()) else { break };
+        schema = target;
+    }
+    schema
+}
+
 /// What is known of the values that a schema allows.
 struct Shape<'a> {
     kinds: u8,
@@ -256,16 +301,9 @@ struct Shape<'a> {
     schema: &'a Value,
 }
 
-fn shape<'a>(document: &'a Value, mut schema: &'a Value) -> Shape<'a> {
-    /// More references in a row are not followed.
-    const HOPS_MAX: usize = 16;
+fn shape<'a>(document: &'a Value, schema: &'a Value) -> Shape<'a> {
+    let schema = follow(document, schema);
     let mut shape = Shape { kinds: u8::MAX, constants: None, schema };
-    for _ in 0..HOPS_MAX {
-        let target = schema.get("$ref").and_then(Value::as_str);
-        let Some(target) = target.and_then(|target| resolve(document, target).ok()) else { break };
-        schema = target;
-    }
-    shape.schema = schema;
     if schema.as_bool() == Some(false) {
         shape.kinds = 0;
     }
