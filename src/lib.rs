@@ -27,7 +27,8 @@ pub mod tokenizer;
 pub mod config;
 pub mod kernels;
 
-// Layer 3, storage: names to weights, reads, the expert store, the memory plan.
+// Layer 3, storage: names to weights, reads, the expert store, the memory plan, conversion.
+pub mod convert;
 pub mod disk;
 pub mod experts;
 pub mod plan;

@@ -193,7 +193,7 @@ pub fn resolve(
 }
 
 /// The name that a file's stamp uses for a format.
-fn stamp_of(format: Format) -> Option<&'static str> {
+pub fn stamp_of(format: Format) -> Option<&'static str> {
     match format {
         Format::Int8Row => Some("int8-row"),
         Format::Int4Row => Some("int4-row"),
@@ -238,15 +238,22 @@ impl Encoded<'_> {
             Format::Bf16 => decode_u16(bytes, out, bf16_to_f32),
             Format::F16 => decode_u16(bytes, out, f16_to_f32),
             Format::Fp8Block => {
-                for (i, value) in out.iter_mut().enumerate() {
-                    *value = E4M3[bytes[i] as usize] * self.scale(row, i);
+                let blocks = out.chunks_mut(FP8_BLOCK).zip(bytes.chunks(FP8_BLOCK));
+                for (block, (values, bytes)) in blocks.enumerate() {
+                    let scale = self.scale(row, block * FP8_BLOCK);
+                    for (value, byte) in values.iter_mut().zip(bytes) {
+                        *value = E4M3[*byte as usize] * scale;
+                    }
                 }
             }
             Format::Nvfp4 => {
-                for (i, value) in out.iter_mut().enumerate() {
+                let blocks = out.chunks_mut(NVFP4_BLOCK).zip(bytes.chunks(NVFP4_BLOCK / 2));
+                for (block, (values, bytes)) in blocks.enumerate() {
                     // code · block scale is exact in f32 (2 + 4 significant bits).
-                    let block = self.nvfp4_block_scale(row, i);
-                    *value = E2M1[nibble(bytes, i) as usize] * block * self.scalar;
+                    let scale = self.nvfp4_block_scale(row, block * NVFP4_BLOCK);
+                    for (i, value) in values.iter_mut().enumerate() {
+                        *value = E2M1[nibble(bytes, i) as usize] * scale * self.scalar;
+                    }
                 }
             }
             _ => self.each_code(row, |i, code| out[i] = code as f32 * self.scale(row, i)),
@@ -320,7 +327,7 @@ fn low_pair(bytes: &[u8], i: usize) -> u8 {
     bytes[i / 4] >> (2 * (i % 4)) & 3
 }
 
-fn decode_u16(bytes: &[u8], out: &mut [f32], convert: fn(u16) -> f32) {
+fn decode_u16(bytes: &[u8], out: &mut [f32], convert: impl Fn(u16) -> f32) {
     for (value, pair) in out.iter_mut().zip(bytes.chunks_exact(2)) {
         *value = convert(u16::from_le_bytes([pair[0], pair[1]]));
     }

@@ -27,6 +27,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use dtype::Dtype;
+pub use header::STAMP_KEY;
 pub use mirror::Mirror;
 
 /// Most tensors of one model; GLM-5.2 has about 118,500. Bounds the memory of the index.
@@ -114,6 +115,13 @@ impl Directory {
     /// The same for a model whose shards lie in `dir` and in `more` directories. Further errors: a
     /// file name in two of them; one of `more` without a shard.
     pub fn open_split(dir: &Path, more: &[PathBuf]) -> Result<Directory> {
+        let dirs: Vec<&Path> = [dir].into_iter().chain(more.iter().map(PathBuf::as_path)).collect();
+        Directory::open_files(dir, &shards::list(&dirs)?)
+    }
+
+    /// The same for these files alone, in this order; one of a numbered family may be missing.
+    /// `dir` is where the model is said to be.
+    pub fn open_files(dir: &Path, paths: &[PathBuf]) -> Result<Directory> {
         let mut directory = Directory {
             path: dir.to_path_buf(),
             shards: Vec::new(),
@@ -122,11 +130,9 @@ impl Directory {
             index: HashMap::new(),
             stamps: HashMap::new(),
         };
-        let dirs: Vec<&Path> = [dir].into_iter().chain(more.iter().map(PathBuf::as_path)).collect();
-        let paths = shards::list(&dirs)?;
         sys::raise_file_limit(files_needed(paths.len())).context(|| dir.display())?;
         for path in paths {
-            directory.add_shard(&path).context(|| path.display())?;
+            directory.add_shard(path).context(|| path.display())?;
         }
         Ok(directory)
     }

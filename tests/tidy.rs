@@ -11,7 +11,7 @@ const LAYERS: [&[&str]; 8] = [
     &["error", "sys", "memory", "json", "unicode", "cpu", "pool"],
     &["float", "quant", "safetensors", "tokenizer"],
     &["kernels", "config"],
-    &["weights", "disk", "experts", "plan"],
+    &["weights", "disk", "experts", "plan", "convert"],
     &["ops", "kv", "attention", "indexer", "moe", "model"],
     &["grammar", "sample", "stop", "draft", "state", "engine", "chat", "reply"],
     &["http", "api", "server"],

@@ -119,7 +119,8 @@ pub fn options(args: &Args) -> Result<Options> {
     Ok(options)
 }
 
-fn usage(flag: &str, error: Error) -> Error {
+/// The error of a flag's value.
+pub fn usage(flag: &str, error: Error) -> Error {
     Error::usage(format!("{flag}: {error}"))
 }
 
@@ -309,7 +310,7 @@ impl Observer for Watch<'_> {
 }
 
 /// A one-line progress display on stderr, only on a terminal.
-struct Bar {
+pub struct Bar {
     label: &'static str,
     on_terminal: bool,
     shown_percent: Option<usize>,
@@ -319,13 +320,14 @@ struct Bar {
 }
 
 impl Bar {
-    fn new(label: &'static str) -> Bar {
+    /// A display that starts empty; `label` says what is being done.
+    pub fn new(label: &'static str) -> Bar {
         let on_terminal = std::io::stderr().is_terminal();
         Bar { label, on_terminal, shown_percent: None, start: Instant::now(), first_step: 0 }
     }
 
     /// Redraws when another percent is done, with the time that the rest will take at this pace.
-    fn show(&mut self, done: usize, all: usize, text: impl FnOnce() -> String) {
+    pub fn show(&mut self, done: usize, all: usize, text: impl FnOnce() -> String) {
         let percent = (done as u128 * 100 / all.max(1) as u128) as usize;
         if self.on_terminal && self.shown_percent != Some(percent) {
             self.shown_percent = Some(percent);
@@ -336,7 +338,8 @@ impl Bar {
         }
     }
 
-    fn clear(&mut self) {
+    /// Removes the line; the next [`Bar::show`] draws it again.
+    pub fn clear(&mut self) {
         if self.shown_percent.take().is_some() {
             note("\r\x1b[K");
         }

@@ -12,6 +12,7 @@ use std::str::FromStr;
 
 mod bench;
 mod chat;
+mod convert;
 mod doctor;
 mod info;
 mod iobench;
@@ -98,6 +99,7 @@ pub const VERBS: &[&Verb] = &[
     &render::VERB,
     &score::VERB,
     &serve::VERB,
+    &convert::VERB,
     &info::VERB,
     &plan::VERB,
     &doctor::VERB,

@@ -20,8 +20,8 @@ const RANK_MAX: usize = 8;
 const NAME_BYTES_MAX: usize = 1024;
 /// Most entries of one `colibri.fmt` stamp.
 const STAMPS_MAX: usize = 4096;
-/// The metadata key of the format stamp.
-const STAMP_KEY: &str = "colibri.fmt";
+/// The metadata key of the format stamp: a JSON text, an object of tensor name to format name.
+pub const STAMP_KEY: &str = "colibri.fmt";
 
 /// Format names a stamp may hold. Whether one fits its tensor's bytes is the resolver's question.
 const STAMP_NAMES: [&str; 9] = [

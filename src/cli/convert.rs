@@ -1,0 +1,187 @@
+//! `coli convert`: a published checkpoint to the container that the engine runs from.
+//!
+//! The plan is printed before any work, and `--dry-run` ends there. What was begun is gone on with
+//! by the same command.
+
+#![forbid(unsafe_code)]
+
+use super::info::draft_head_warning;
+use super::load::{Bar, usage};
+use super::{Args, Flag, Verb, note, print_text};
+use crate::bail;
+use crate::convert::{self, Class, Event, Formats, Plan, Request, Speed, Totals, parse_format};
+use crate::cpu;
+use crate::error::Result;
+use crate::plan::gb;
+use crate::sys;
+use std::path::Path;
+use std::time::Instant;
+
+/// The verb's table entry.
+pub const VERB: Verb = Verb {
+    name: "convert",
+    positional: "",
+    summary: "make a container out of a published checkpoint",
+    example: "coli convert --from /models/GLM-5.2-FP8 --to /models/glm-5.2 --dry-run",
+    flags: &[&[
+        Flag::value("--from", "DIR", "checkpoint: BF16, F16, F32, FP8 or NVFP4 safetensors"),
+        Flag::value("--to", "DIR", "container; what was begun there is gone on with"),
+        Flag::value(EXPERTS, "FORMAT", "routed experts (default int4-g64)"),
+        Flag::value("--attention", "FORMAT", "q and kv projections (default int8)"),
+        Flag::value("--o-proj", "FORMAT", "output of attention (default as --attention)"),
+        Flag::value("--kv-b", "FORMAT", "latent to keys and values (default as --attention)"),
+        Flag::value("--dense", "FORMAT", "MLP of layers without experts (default int8)"),
+        Flag::value("--shared", "FORMAT", "shared experts (default int8)"),
+        Flag::value("--io", "FORMAT", "embedding and head (default int8)"),
+        Flag::value(INDEXER, "FORMAT", "sparse-attention indexers (default int8), or off"),
+        Flag::value(MTP, "FORMAT", "draft head (default int8), or off"),
+        Flag::value("--mtp-experts", "FORMAT", "its routed experts (default as --mtp)"),
+        Flag::value("--keep-free", "GB", "room that stays free on the drive (default 10)"),
+        Flag::switch("--delete-source", "delete each shard once all made of it is verified"),
+        Flag::switch("--dry-run", "print the plan and stop"),
+        Flag::value("--threads", "N", "threads that encode (default: cores that we may use)"),
+    ]],
+    run,
+};
+
+const EXPERTS: &str = "--experts";
+const INDEXER: &str = "--indexer";
+const MTP: &str = "--mtp";
+
+/// Gigabytes that are kept free unless told otherwise.
+const KEEP_FREE_GB: f64 = 10.0;
+
+fn run(args: &Args) -> Result<()> {
+    let request = request(args)?;
+    let plan = Plan::new(&request)?;
+    let free = free_bytes(&request.to);
+    print_text(&(describe(&plan, &request, free) + &estimate(&plan, &request)?))?;
+    let (bytes_in, bytes_out) = (plan.bytes_in(), plan.bytes_out());
+    if args.has("--dry-run") {
+        return Ok(());
+    }
+    let needed = bytes_out.saturating_add(request.keep_free_bytes);
+    if let Some(free) = free.filter(|free| !request.delete_source && *free < needed) {
+        bail!(
+            "{}: {} free, {} are needed with what --keep-free keeps (--delete-source makes room as \
+             it goes)",
+            request.to.display(),
+            gb(free as usize),
+            gb(needed as usize)
+        );
+    }
+    sys::catch_interrupts();
+    let (start, mut bar) = (Instant::now(), Bar::new("converting"));
+    let (mut done_bytes, mut files) = (0, 0);
+    convert::run(plan, &request, |event| match event {
+        Event::Done(bytes) => {
+            done_bytes += bytes as usize;
+            bar.show(done_bytes, bytes_in as usize, || progress(done_bytes, bytes_in, start));
+        }
+        Event::Finished(record) => {
+            files += 1;
+            bar.clear();
+            let at = progress(done_bytes, bytes_in, start);
+            note(&format!("coli: {}: {}; {at}\n", record.name, gb(record.bytes as usize)));
+        }
+        Event::Deleted(path) => {
+            bar.clear();
+            note(&format!("coli: {}: deleted\n", path.display()));
+        }
+    })?;
+    let seconds = start.elapsed().as_secs_f64();
+    print_text(&format!(
+        "{files} files, {} out of {} in {seconds:.1} s\n",
+        gb(bytes_out as usize),
+        gb(bytes_in as usize)
+    ))
+}
+
+/// How long it may take, by the first block of the largest tensor.
+fn estimate(plan: &Plan, request: &Request) -> Result<String> {
+    let Some(Speed { read_bytes_s, encode_bytes_s }) = convert::probe(plan, request)? else {
+        return Ok("nothing is left to do\n".into());
+    };
+    let (bytes_in, bytes_out) = (plan.bytes_in() as f64, plan.bytes_out() as f64);
+    // A drive is asked for both; encoding goes on beside it.
+    let seconds = ((bytes_in + bytes_out) / read_bytes_s).max(bytes_in / encode_bytes_s);
+    let [read, encode] = [read_bytes_s, encode_bytes_s].map(|bytes_s| bytes_s / 1e9);
+    Ok(format!(
+        "about {:.1} minutes, if blocks like the first are read at {read:.2} GB/s and encoded at \
+         {encode:.2}\n",
+        seconds / 60.0
+    ))
+}
+
+/// How much was read, and how fast.
+fn progress(done_bytes: usize, all_bytes: u64, start: Instant) -> String {
+    let gbs = done_bytes as f64 / 1e9 / start.elapsed().as_secs_f64();
+    format!("{} of {}, {gbs:.2} GB/s", gb(done_bytes), gb(all_bytes as usize))
+}
+
+fn request(args: &Args) -> Result<Request> {
+    let mut formats = Formats::default();
+    let is_on = |name: &str| args.get(name) != Some("off");
+    for class in Class::ALL {
+        let name = format!("--{}", class.name());
+        if let Some(text) = args.get(&name)
+            && (text != "off" || ![INDEXER, MTP].contains(&&*name))
+        {
+            formats.set(class, parse_format(text).map_err(|error| usage(&name, error))?);
+        } else if let Some(model) = class.model() {
+            formats.set(class, formats.of(model));
+        }
+    }
+    let keep_free_gb = args.number("--keep-free", 0.0..=1e6)?.unwrap_or(KEEP_FREE_GB);
+    Ok(Request {
+        from: args.required("--from")?.into(),
+        to: args.required("--to")?.into(),
+        formats,
+        mtp: is_on(MTP),
+        indexer: is_on(INDEXER),
+        keep_free_bytes: (keep_free_gb * 1e9).round() as u64,
+        delete_source: args.has("--delete-source"),
+        threads: args.number("--threads", 1..=1024)?.unwrap_or_else(cpu::default_threads),
+    })
+}
+
+/// Room on the drive of a directory that may not exist yet.
+fn free_bytes(dir: &Path) -> Option<u64> {
+    let parents =
+        dir.ancestors().map(|dir| if dir == Path::new("") { Path::new(".") } else { dir });
+    sys::disk_free_bytes(parents.into_iter().find(|dir| sys::is_present(dir))?)
+}
+
+/// The plan, for a person.
+fn describe(plan: &Plan, request: &Request, free: Option<u64>) -> String {
+    let (sources, records) = (&plan.manifest.sources, &plan.manifest.outputs);
+    let finished = records.len() - plan.outputs.len();
+    let there = if finished > 0 { format!(", {finished} are finished") } else { String::new() };
+    let mut text = format!(
+        "{}: {} files, {} to read\n{}: {} files{there}, {} to write; {} free, of which {} stay\n",
+        request.from.display(),
+        sources.len(),
+        gb(plan.bytes_in() as usize),
+        request.to.display(),
+        records.len(),
+        gb(plan.bytes_out() as usize),
+        free.map_or("?".into(), |bytes| gb(bytes as usize)),
+        gb(request.keep_free_bytes as usize)
+    );
+    for (class, total) in Class::ALL.into_iter().zip(plan.totals()) {
+        let Totals { tensors, bytes_in, bytes_out } = total;
+        if tensors > 0 {
+            let (name, format) = (class.name(), request.formats.of(class).to_string());
+            let [read, written] = [bytes_in, bytes_out].map(|bytes| gb(bytes as usize));
+            text +=
+                &format!("  {name:11}  {format:13}  {tensors:6} tensors  {read} to {written}\n");
+        }
+    }
+    let head_format = request.formats.of(Class::Mtp);
+    if let Some(warning) = draft_head_warning(head_format)
+        && plan.totals()[Class::Mtp as usize].tensors > 0
+    {
+        text += &format!("warning: {warning}\n");
+    }
+    text
+}
