@@ -91,15 +91,17 @@ fn a_reply_is_that_of_run_on_all_tokens_before_it() {
 /// A reply that was cut while it thought is closed before the next message.
 #[test]
 fn reasoning_that_was_cut_is_closed_by_the_next_turn() {
-    let first = rendered(&[("user", "Hello")], true);
+    let first = rendered(&[("user", "What is the weather?")], true);
     let (thought, text) = reply_to(&first, "2");
     let tokenizer = Tokenizer::load(&demo().join("tokenizer.json")).unwrap();
     let close = tokenizer.token_id("</think>").unwrap();
     assert!(!thought.contains(&close), "the model thinks too little for this test");
-    let all = rendered(&[("user", "Again")], true);
+    let all = rendered(&[("user", "Think.")], true);
     let turn = all.iter().rposition(|id| *id == tokenizer.token_id("<|user|>").unwrap()).unwrap();
     let (_, second) = reply_to(&[&first[..], &thought, &[close], &all[turn..]].concat(), "2");
-    let got = said(&["--think", "-n", "2"], "Hello\nAgain\n");
+    let got = said(&["--think", "-n", "2"], "What is the weather?\nThink.\n");
+    // A thought that ends at once is told apart by a line break.
+    let second = second.replace("</think>", "</think>\n");
     assert_eq!(got, format!("<think>{text}\n<think>{second}\n"));
 }
 

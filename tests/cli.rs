@@ -685,3 +685,22 @@ fn a_closed_pipe_is_a_quiet_end() {
     child.wait().unwrap();
     assert_eq!(stderr, "");
 }
+
+#[test]
+fn a_checkout_speaks_without_being_given_a_model() {
+    let args = ["run", "--raw", "--temp", "0", "-n", "8", "--usage", "off", "Emma was"];
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let start = |dir: &std::path::Path| {
+        let mut program = Command::new(env!("CARGO_BIN_EXE_coli"));
+        program.args(args).env_remove("COLI_MODEL").current_dir(dir).output().unwrap()
+    };
+    let here = start(root);
+    assert!(here.status.success());
+    assert!(text(&here.stderr).contains("no --model is given: the small one in oracle/demo"));
+    let demo = root.join("oracle/demo").display().to_string();
+    let named = coli(&[&args[..], &["--model", &demo]].concat());
+    assert_eq!(text(&here.stdout), text(&named.stdout));
+    let elsewhere = start(&root.join("src"));
+    assert_eq!(elsewhere.status.code(), Some(2));
+    assert!(text(&elsewhere.stderr).contains("--model is required"));
+}

@@ -25,7 +25,7 @@ fn run(think: bool) -> Value {
     args.extend(think.then_some("--think"));
     let output = Command::new(env!("CARGO_BIN_EXE_coli"))
         .args(args)
-        .arg("Tell me about the sea.")
+        .arg("What is the weather?")
         .env("COLI_USAGE", "off")
         .output()
         .unwrap();
@@ -80,7 +80,7 @@ fn second_turn(server: &Running, between: impl FnOnce()) -> (Value, i64) {
     between();
     let said = json::to_compact(at(&first, "choices.0.message.content"));
     let messages = format!(
-        r#""messages":[{{"role":"user","content":"Tell me about the sea."}},
+        r#""messages":[{{"role":"user","content":"What is the weather?"}},
         {{"role":"assistant","content":{said}}},{{"role":"user","content":"And the wind?"}}]"#
     );
     (server.chat(&messages), common)
@@ -300,13 +300,13 @@ fn a_false_name_of_this_machine_is_refused_by_name() {
 #[test]
 fn at_its_end_the_server_finishes_what_runs_and_sends_the_line_away() {
     let server = Running::new(&demo(), settings(), options());
-    let mut first = server.send("/v1/chat/completions", &chat("\"max_tokens\":300"));
+    let mut first = server.send("/v1/completions", &long(1));
     server.wait_for("scheduler.active", |active| active == 1);
     let mut second = server.send("/v1/chat/completions", &chat(""));
     server.wait_for("scheduler.queued", |count| count == 1);
     assert_eq!(server.stop(), 0);
     assert_eq!(Answer::read(&mut second).error(), (503, "scheduler_closed".into(), "null".into()));
-    assert_eq!(text_at(&Answer::read(&mut first).ok(), "object"), "chat.completion");
+    assert_eq!(text_at(&Answer::read(&mut first).ok(), "object"), "text_completion");
 }
 
 #[test]

@@ -118,8 +118,8 @@ fn what_clients_add_without_meaning_does_not_matter() {
     let server = Running::demo();
     let plain = content(&server.chat("")).to_string();
     for fields in [
-        r#""messages":[{"role":"user","content":[{"type":"text","text":"Tell me "},
-            {"type":"input_text","text":"about the sea."}],"name":"u"}]"#,
+        r#""messages":[{"role":"user","content":[{"type":"text","text":"What is "},
+            {"type":"input_text","text":"the weather?"}],"name":"u"}]"#,
         r#""verbosity":"low","prediction":{"type":"content","content":"x"},"modalities":["text"]"#,
         r#""response_format":null,"tool_choice":null,"parallel_tool_calls":null,"tools":null"#,
         r#""grammar":"","json_schema":null,"structured_outputs":null,"guided_choice":[]"#,

@@ -7,7 +7,9 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Context, Error, Result};
+use crate::sys;
 use std::io::Write;
+use std::path::Path;
 use std::str::FromStr;
 
 mod bench;
@@ -70,6 +72,10 @@ impl Flag {
 const MODEL: Flag =
     Flag::value("--model", "DIR", "directory with config.json, tokenizer and safetensors")
         .or_env("COLI_MODEL");
+/// The small model of a checkout, from its top directory.
+const DEMO: &str = "oracle/demo";
+/// Verbs that take it where they are given no other.
+const SPEAKING: [&str; 3] = ["run", "chat", "serve"];
 /// `--json`, which most verbs take.
 const JSON: Flag = Flag::switch("--json", "print exactly one JSON object");
 
@@ -165,6 +171,13 @@ impl Args {
             {
                 args.flags.push((flag.name, value, flag.env));
             }
+        }
+        if SPEAKING.contains(&verb.name)
+            && !args.has("--model")
+            && sys::is_present(&Path::new(DEMO).join("config.json"))
+        {
+            note(&format!("coli: no --model is given: the small one in {DEMO} speaks\n"));
+            args.flags.push(("--model", DEMO.into(), None));
         }
         Ok(args)
     }

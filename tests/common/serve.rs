@@ -158,7 +158,7 @@ pub fn chat(fields: &str) -> String {
     let has = |name: &str| fields.contains(&format!("\"{name}\""));
     let mut body = format!("{{{fields}{separator}");
     for (name, value) in [
-        ("messages", r#"[{"role":"user","content":"Tell me about the sea."}]"#),
+        ("messages", r#"[{"role":"user","content":"What is the weather?"}]"#),
         ("temperature", "0"),
         ("enable_thinking", "false"),
         ("max_tokens", "16"),
