@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod answer;
+mod kept;
 mod page;
 mod queue;
 mod worker;
@@ -23,6 +24,7 @@ use crate::sys;
 use crate::tokenizer::{Special, Tokenizer};
 use queue::Queue;
 use std::panic::resume_unwind;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -44,6 +46,8 @@ pub struct Settings {
     pub cors_origins: Vec<String>,
     /// Conversations that stay computed.
     pub kv_slots: usize,
+    /// Directory and most bytes of saved conversations, if they are to be saved.
+    pub sessions: Option<(PathBuf, u64)>,
     /// Requests that may wait.
     pub queue: usize,
     /// How long one waits at most.
@@ -78,7 +82,8 @@ pub fn run(
             engine.tokenizer()?;
             let Settings { kv_slots, log, .. } = shared.settings;
             let engine = shared.engine.get_or_init(|| engine);
-            let worker = Worker::new(engine, &shared.queue, &shared.progress, log, kv_slots)?;
+            let Shared { queue, progress, settings, .. } = &*shared;
+            let worker = Worker::new(engine, queue, progress, settings)?;
             scope.spawn(move || {
                 while !is_ended() {
                     thread::sleep(PAUSE);

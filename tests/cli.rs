@@ -83,7 +83,7 @@ fn wrong_usage_exits_with_2_and_leaves_stdout_empty() {
         &["run", "--model", &model, "--ids", "1", "--presence-penalty", "3"],
         &["frobnicate"],
         &["run", "--modle", &model, "hi"],
-        &["run", "hi"],
+        &["score", "hi"],
         &["run", "--model", &model],
         &["run", "--model", &model, "--ids", "1", "hi"],
         &["run", "--model", &model, "--temp", "hot", "hi"],

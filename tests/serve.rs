@@ -8,6 +8,7 @@ mod common;
 use colibri::engine::Options;
 use colibri::json::{self, Value};
 use colibri::server::Settings;
+use common::TempDir;
 use common::serve::{
     Answer, Running, at, chat, demo, int_at, options, post, settings, streamed, text_at,
 };
@@ -96,6 +97,38 @@ fn a_follow_up_turn_is_computed_from_where_it_differs() {
     let (cold, _) = second_turn(&server, || drop(server.chat(other)));
     assert!(int_at(&cold, "usage.prompt_tokens_details.cached_tokens") < common - 1);
     assert_eq!(at(&warm, "choices.0.message"), at(&cold, "choices.0.message"));
+}
+
+/// What a server computed is there for the next one, and a reply from it is the same.
+#[test]
+fn conversations_outlive_the_server() {
+    let dir = TempDir::new("serve-sessions");
+    let keeping = |bytes| {
+        let sessions = Some((dir.0.join("kept"), bytes));
+        Running::new(&demo(), Settings { sessions, ..settings() }, options())
+    };
+    let turn = |server: &Running, words: &str| {
+        let said = format!("the sea, and the wind, and {words} ").repeat(8);
+        server.chat(&format!("\"messages\":[{{\"role\":\"user\",\"content\":\"{said}\"}}]"))
+    };
+    let cached = |value: &Value| int_at(value, "usage.prompt_tokens_details.cached_tokens");
+    let first = keeping(1 << 30);
+    let cold = turn(&first, "rain");
+    turn(&first, "snow");
+    assert!(cached(&cold) == 0 && int_at(&cold, "usage.prompt_tokens") > 60);
+    drop(first);
+    let second = keeping(1 << 30);
+    let warm = turn(&second, "rain");
+    // All but the last token, and the draft head's row before it.
+    assert_eq!(cached(&warm), int_at(&warm, "usage.prompt_tokens") - 2);
+    assert_eq!(at(&warm, "choices.0.message"), at(&cold, "choices.0.message"));
+    drop(second);
+    // No room but for the one that is in use.
+    let third = keeping(1);
+    turn(&third, "hail");
+    drop(third);
+    assert_eq!(std::fs::read_dir(dir.0.join("kept")).unwrap().count(), 1);
+    assert_eq!(cached(&turn(&keeping(1), "rain")), 0);
 }
 
 #[test]

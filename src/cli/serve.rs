@@ -14,7 +14,7 @@ use crate::http::{self, Limits};
 use crate::server::{self, Settings};
 use crate::sys;
 use std::net::{IpAddr, SocketAddr};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -37,6 +37,8 @@ pub const VERB: Verb = Verb {
             Flag::value("--model-id", "NAME", "the model's name (default: its directory's)")
                 .or_env("COLI_MODEL_ID"),
             Flag::value("--kv-slots", "N", "conversations that stay computed (default 1)"),
+            Flag::value("--sessions", "DIR", "save conversations here, for the next start"),
+            Flag::value("--sessions-gb", "GB", "most bytes of those (default 20)"),
             Flag::value("--queue", "N", "requests that may wait (default 16)"),
             Flag::value("--queue-timeout", "S", "seconds that one waits at most (default 60)"),
             Flag::value("--allowed-host", "NAME", "another name of this machine; * is any")
@@ -85,6 +87,8 @@ fn settings(args: &Args) -> Result<Settings> {
     let name = dir.canonicalize().ok().and_then(|dir| Some(dir.file_name()?.to_owned()));
     let name = name.map(|name| name.to_string_lossy().into_owned());
     let seconds: f64 = args.number("--queue-timeout", 0.1..=240.0)?.unwrap_or(60.0);
+    let sessions_gb: f64 = args.number("--sessions-gb", 0.0..=1e6)?.unwrap_or(20.0);
+    let sessions_bytes = (sessions_gb * 1e9) as u64;
     let key = args.get("--api-key");
     if key.is_some_and(|key| key.is_empty() || key.chars().any(|c| !c.is_ascii_graphic())) {
         return Err(Error::usage("--api-key: expected printable letters without spaces"));
@@ -95,6 +99,7 @@ fn settings(args: &Args) -> Result<Settings> {
         allowed_hosts: args.all("--allowed-host"),
         cors_origins: args.all("--cors-origin"),
         kv_slots: args.number("--kv-slots", 1..=64)?.unwrap_or(1),
+        sessions: args.get("--sessions").map(|dir| (PathBuf::from(dir), sessions_bytes)),
         queue: args.number("--queue", 0..=10_000)?.unwrap_or(16),
         queue_time: Duration::from_secs_f64(seconds),
         keepalive_time: Duration::from_secs(5),

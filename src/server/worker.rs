@@ -10,6 +10,8 @@
 
 #![forbid(unsafe_code)]
 
+use super::Settings;
+use super::kept::Kept;
 use super::queue::{Event, Job, Queue};
 use crate::api::{Chosen, Piece, Turn, Usage};
 use crate::engine::{Engine, Finish, Generation, Member, Session};
@@ -20,6 +22,7 @@ use crate::sample::{Choose, log_probabilities};
 use crate::state::common_tokens;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -61,6 +64,8 @@ struct Slot<'a> {
     prompt_tokens: usize,
     /// Number of its last job, and so the order in which slots were used.
     used: u64,
+    /// Where its session is saved.
+    file: Option<PathBuf>,
     running: Option<Running<'a>>,
 }
 
@@ -68,25 +73,28 @@ struct Slot<'a> {
 pub struct Worker<'a> {
     shared: Shared<'a>,
     queue: &'a Queue,
+    kept: Option<Kept<'a>>,
     slots: Vec<Slot<'a>>,
     jobs: u64,
 }
 
 impl<'a> Worker<'a> {
-    /// With so many slots. Error: no memory for them.
+    /// Errors: no memory for the slots, no directory for saved sessions.
     pub fn new(
         engine: &'a Engine,
         queue: &'a Queue,
         progress: &'a Mutex<Progress>,
-        log: fn(&str),
-        slots: usize,
+        settings: &Settings,
     ) -> Result<Worker<'a>> {
         let slot = |_| {
             let session = engine.session()?;
-            Ok(Slot { session, prompt_tokens: 0, used: 0, running: None })
+            Ok(Slot { session, prompt_tokens: 0, used: 0, file: None, running: None })
         };
-        let slots = (0..slots).map(slot).collect::<Result<_>>()?;
-        Ok(Worker { shared: Shared { engine, progress, log }, queue, slots, jobs: 0 })
+        let slots = (0..settings.kv_slots).map(slot).collect::<Result<_>>()?;
+        let log = settings.log;
+        let kept = settings.sessions.as_ref();
+        let kept = kept.map(|(dir, bytes)| Kept::new(engine, dir, *bytes, log)).transpose()?;
+        Ok(Worker { shared: Shared { engine, progress, log }, queue, kept, slots, jobs: 0 })
     }
 
     /// Runs jobs until the queue is closed and those that run are at their ends.
@@ -140,10 +148,22 @@ impl<'a> Worker<'a> {
         }
         self.jobs += 1;
         let slot = &mut self.slots[chosen];
+        if let Some(kept) = &self.kept {
+            kept.restore(&mut slot.session, &mut slot.file, prompt);
+        }
         (slot.prompt_tokens, slot.used) = (prompt.len(), self.jobs);
         match Running::new(job, self.shared, &mut slot.session) {
             Ok(running) => slot.running = Some(running),
             Err(error) => job.fail_or_leave(&error, self.queue, self.shared.log),
+        }
+    }
+
+    /// Saves the session of a job that is at its end.
+    fn save(&mut self, number: u64) {
+        let Some(kept) = &self.kept else { return };
+        let in_use: Vec<PathBuf> = self.slots.iter().filter_map(|slot| slot.file.clone()).collect();
+        if let Some(slot) = self.slots.iter_mut().find(|slot| slot.used == number) {
+            kept.save(&mut slot.session, &mut slot.file, &in_use);
         }
     }
 
@@ -172,7 +192,10 @@ impl<'a> Worker<'a> {
             let finish = failure.map_or_else(|| running.tell(), |error| Err(error));
             match finish {
                 Ok(None) => slot.running = Some(running),
-                finish => running.end(finish, self.queue),
+                finish => {
+                    running.end(finish, self.queue);
+                    self.save(number);
+                }
             }
         }
     }

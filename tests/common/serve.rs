@@ -39,6 +39,7 @@ pub fn settings() -> Settings {
         allowed_hosts: Vec::new(),
         cors_origins: Vec::new(),
         kv_slots: 1,
+        sessions: None,
         queue: 8,
         queue_time: PATIENCE,
         keepalive_time: PATIENCE,

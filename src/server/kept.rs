@@ -1,0 +1,75 @@
+//! Conversations that outlive the server: each slot's session is saved when its reply is whole, and
+//! a prompt that no slot knows is looked for among those that were saved.
+//!
+//! Nothing here can fail a request: what cannot be saved or restored is logged, and computed anew.
+
+#![forbid(unsafe_code)]
+
+use crate::engine::{Engine, Session};
+use crate::error::Result;
+use crate::state::{Sessions, common_tokens};
+use std::path::{Path, PathBuf};
+
+/// Tokens that a file must save to be read: fewer are computed about as fast.
+const GAIN_TOKENS_MIN: usize = 32;
+
+/// Where sessions are kept.
+pub struct Kept<'a> {
+    engine: &'a Engine,
+    sessions: Sessions,
+    log: fn(&str),
+}
+
+impl<'a> Kept<'a> {
+    /// In `dir`, which is made; the files that were used last, as long as they fit `bytes`.
+    pub fn new(engine: &'a Engine, dir: &Path, bytes: u64, log: fn(&str)) -> Result<Kept<'a>> {
+        Ok(Kept { engine, sessions: Sessions::new(dir, bytes, engine.saved_shape()?)?, log })
+    }
+
+    /// Gives a slot that is about to run `prompt` the saved session that has more of its beginning,
+    /// if there is one. A slot that turns to another conversation lets go of its file.
+    pub fn restore(&self, session: &mut Session<'a>, file: &mut Option<PathBuf>, prompt: &[u32]) {
+        let common = common_tokens(session.tokens(), prompt);
+        if common * 2 < session.tokens().len() {
+            session.release_file();
+            *file = None;
+        }
+        let found = self.sessions.find(prompt).map(|found| {
+            found.filter(|(path, tokens)| {
+                *tokens >= common + GAIN_TOKENS_MIN && file.as_ref() != Some(path)
+            })
+        });
+        let restored = found.and_then(|found| {
+            let Some((path, _)) = found else { return Ok(None) };
+            // A conversation that another slot goes on with cannot have its file, too.
+            Ok(self.engine.restore(&path)?.map(|(restored, _)| (restored, path)))
+        });
+        match restored {
+            Ok(None) => {}
+            Ok(Some((restored, path))) => (*session, *file) = (restored, Some(path)),
+            Err(error) => (self.log)(&error.to_string()),
+        }
+    }
+
+    /// Saves a slot's session, and deletes those used least lately that no longer fit; files of
+    /// other slots are `in_use`.
+    pub fn save(&self, session: &mut Session<'a>, file: &mut Option<PathBuf>, in_use: &[PathBuf]) {
+        let saved = self.try_save(session, file, in_use);
+        if let Err(error) = saved {
+            (self.log)(&error.to_string());
+        }
+    }
+
+    fn try_save(
+        &self,
+        session: &mut Session<'a>,
+        file: &mut Option<PathBuf>,
+        in_use: &[PathBuf],
+    ) -> Result<()> {
+        let path: &Path = file.get_or_insert_with(|| self.sessions.fresh());
+        session.save(path)?;
+        self.sessions.touch(path)?;
+        let in_use = in_use.iter().map(PathBuf::as_path).chain([path]).collect::<Vec<_>>();
+        self.sessions.evict(&in_use).map(drop)
+    }
+}
