@@ -117,7 +117,7 @@ class Chat:
 
 def check_turns():
     """Messages, /more, /undo, /save, /load, /reset, aliases and mistakes."""
-    first, second = "Tell me about the sea.", "And the land?"
+    first, second = "What is the weather?", "And the land?"
     ids = rendered(("system", "Be brief."), ("user", first))
     reply, text = reply_to(ids, 16)
     more, more_text = reply_to(ids + reply, 16)
@@ -206,12 +206,12 @@ def check_interrupts():
     assert before > 0 and before + behind_it - len(ids) in (0, 1), (before, behind_it, len(ids))
     assert chat.end("\x04") == 0
 
-    ids = rendered(("user", "Tell me about the sea."))
+    ids = rendered(("user", "What is the weather?"))
     long = reply_to(ids, 3000)[1]
     with tempfile.TemporaryDirectory() as directory:
         file = os.path.join(directory, "saved")
         chat = Chat("-n", "3000", "--threads", "1", "--session", file)
-        chat.type("Tell me about the sea.\n")
+        chat.type("What is the weather?\n")
         shown = plain(chat.until("in the house")).split(PASTE_OFF)[1]
         assert long.startswith(shown) and len(shown) < len(long), shown
         chat.type("\x03")

@@ -32,7 +32,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 DEMO = ROOT / "oracle" / "demo"
 FIXTURE = ROOT / "tests" / "fixtures" / "a_seed"
 
-SEA = [{"role": "user", "content": "Tell me about the sea."}]
+SEA = [{"role": "user", "content": "What is the weather?"}]
 PLAIN = {"temperature": 0, "max_tokens": 24, "extra_body": {"enable_thinking": False}}
 TOOL = {
     "type": "function",
