@@ -5,7 +5,7 @@
 //! blocks of rows, whatever the size of a tensor. The same request gives the same bytes, for any
 //! number of threads and however often it was stopped in between: finished files are recorded with
 //! their hash and never touched again, and a file gets its name only when it is whole and on the
-//! drive.
+//! drive. A checkpoint that a server has is fetched on the way ([`Repo`]).
 //!
 //! Refused: another architecture, before any shard is opened; a source that lacks a tensor or that
 //! is a container already; an output directory that holds anything else. The same directory with
@@ -15,6 +15,7 @@
 
 mod classes;
 mod encode;
+mod fetch;
 mod manifest;
 mod pipeline;
 mod plan;
@@ -22,6 +23,7 @@ mod writer;
 
 pub use classes::{Class, Formats, parse_format};
 pub use encode::encode_row;
+pub use fetch::{DEFAULT_BASE_URL, DIR_NAME, Repo};
 pub use manifest::{FILE_NAME, Record};
 pub use pipeline::{Speed, probe, run};
 pub use plan::{Plan, Totals};
@@ -40,10 +42,12 @@ pub const METADATA_FILES: [&str; 5] = [
 const METADATA_BYTES_MAX: usize = 256 << 20;
 
 /// What is to be converted, and how.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Request {
     /// Directory of the checkpoint.
     pub from: PathBuf,
+    /// Where its shards are fetched from, if they are; `from` is then [`DIR_NAME`] in `to`.
+    pub repo: Option<Repo>,
     /// Directory of the container; made if it does not exist.
     pub to: PathBuf,
     /// Format of each class of tensors.
@@ -68,6 +72,7 @@ impl Request {
             .into_iter()
             .map(|class| (format!("--{}", class.name()), self.formats.of(class).to_string()));
         let parts = [on_off("draft head", self.mtp), on_off("indexers", self.indexer)];
-        parts.into_iter().chain(formats).collect()
+        let repo = self.repo.iter().map(|repo| ("--repo".into(), (&*repo.name).into()));
+        parts.into_iter().chain(formats).chain(repo).collect()
     }
 }

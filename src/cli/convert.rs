@@ -9,12 +9,15 @@ use super::info::draft_head_warning;
 use super::load::{Bar, usage};
 use super::{Args, Flag, Verb, note, print_text};
 use crate::bail;
-use crate::convert::{self, Class, Event, Formats, Plan, Request, Speed, Totals, parse_format};
+use crate::convert::{
+    self, Class, DEFAULT_BASE_URL, DIR_NAME, Event, Formats, Plan, Repo, Request, Speed, Totals,
+    parse_format,
+};
 use crate::cpu;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::plan::gb;
 use crate::sys;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// The verb's table entry.
@@ -25,6 +28,8 @@ pub const VERB: Verb = Verb {
     example: "coli convert --from /models/GLM-5.2-FP8 --to /models/glm-5.2 --dry-run",
     flags: &[&[
         Flag::value("--from", "DIR", "checkpoint: BF16, F16, F32, FP8 or NVFP4 safetensors"),
+        Flag::value(REPO, "NAME", "checkpoint to fetch shard by shard instead, as OWNER/NAME"),
+        Flag::value(BASE_URL, "URL", "server that --repo fetches from").or_env("HF_ENDPOINT"),
         Flag::value("--to", "DIR", "container; what was begun there is gone on with"),
         Flag::value(EXPERTS, "FORMAT", "routed experts (default int4-g64)"),
         Flag::value("--attention", "FORMAT", "q and kv projections (default int8)"),
@@ -47,15 +52,30 @@ pub const VERB: Verb = Verb {
 const EXPERTS: &str = "--experts";
 const INDEXER: &str = "--indexer";
 const MTP: &str = "--mtp";
+const REPO: &str = "--repo";
+const BASE_URL: &str = "--base-url";
 
 /// Gigabytes that are kept free unless told otherwise.
 const KEEP_FREE_GB: f64 = 10.0;
 
 fn run(args: &Args) -> Result<()> {
     let request = request(args)?;
+    if let Some(repo) = &request.repo {
+        let mut bar = Bar::new("fetching headers");
+        repo.prepare(&request, |done, all| bar.show(done, all, || format!("{done} of {all}")))?;
+    }
     let plan = Plan::new(&request)?;
     let free = free_bytes(&request.to);
-    print_text(&(describe(&plan, &request, free) + &estimate(&plan, &request)?))?;
+    let (fetch_bytes, held_bytes) = plan.fetches(&request);
+    let outlook = match request.repo {
+        Some(_) => format!(
+            "{} to fetch, {} of it here at a time\n",
+            gb(fetch_bytes as usize),
+            gb(held_bytes as usize)
+        ),
+        None => estimate(&plan, &request)?,
+    };
+    print_text(&(describe(&plan, &request, free) + &outlook))?;
     let (bytes_in, bytes_out) = (plan.bytes_in(), plan.bytes_out());
     if args.has("--dry-run") {
         return Ok(());
@@ -72,10 +92,17 @@ fn run(args: &Args) -> Result<()> {
     }
     sys::catch_interrupts();
     let (start, mut bar) = (Instant::now(), Bar::new("converting"));
+    let (mut fetching, mut fetched_bytes) = (Bar::new("fetching"), 0);
     let (mut done_bytes, mut files) = (0, 0);
     convert::run(plan, &request, |event| match event {
+        Event::Fetched(bytes) => {
+            fetched_bytes += bytes;
+            let text = || progress(fetched_bytes as usize, fetch_bytes, start);
+            fetching.show(fetched_bytes as usize, fetch_bytes as usize, text);
+        }
         Event::Done(bytes) => {
             done_bytes += bytes as usize;
+            fetching.clear();
             bar.show(done_bytes, bytes_in as usize, || progress(done_bytes, bytes_in, start));
         }
         Event::Finished(record) => {
@@ -132,17 +159,40 @@ fn request(args: &Args) -> Result<Request> {
             formats.set(class, formats.of(model));
         }
     }
+    let to = PathBuf::from(args.required("--to")?);
+    let repo = repo(args)?;
+    let from = match repo {
+        Some(_) => to.join(DIR_NAME),
+        None => args.required("--from")?.into(),
+    };
     let keep_free_gb = args.number("--keep-free", 0.0..=1e6)?.unwrap_or(KEEP_FREE_GB);
     Ok(Request {
-        from: args.required("--from")?.into(),
-        to: args.required("--to")?.into(),
+        from,
+        to,
         formats,
         mtp: is_on(MTP),
         indexer: is_on(INDEXER),
         keep_free_bytes: (keep_free_gb * 1e9).round() as u64,
-        delete_source: args.has("--delete-source"),
+        delete_source: args.has("--delete-source") || repo.is_some(),
+        repo,
         threads: args.number("--threads", 1..=1024)?.unwrap_or_else(cpu::default_threads),
     })
+}
+
+/// What `--repo` names.
+fn repo(args: &Args) -> Result<Option<Repo>> {
+    let (base_url, source) = args.given(BASE_URL).unwrap_or((DEFAULT_BASE_URL, REPO));
+    let Some(name) = args.get(REPO) else {
+        return match source {
+            BASE_URL => Err(Error::usage(format!("{BASE_URL} needs {REPO}"))),
+            _ => Ok(None),
+        };
+    };
+    if args.has("--from") {
+        return Err(Error::usage(format!("--from and {REPO} exclude each other")));
+    }
+    let token = std::env::var("HF_TOKEN").ok();
+    Repo::new(base_url, name, token).map(Some).map_err(|error| usage(REPO, error))
 }
 
 /// Room on the drive of a directory that may not exist yet.

@@ -64,12 +64,32 @@ pub fn run(plan: Plan, request: &Request, on_event: impl FnMut(Event<'_>)) -> Re
     let Plan { manifest, outputs, begun } = plan;
     let sources = manifest.sources.clone();
     let mut writer = Writer::new(request, manifest, begun, on_event)?;
+    let Some(repo) = &request.repo else {
+        return convert(&outputs, &sources, request, &mut writer);
+    };
+    // One after another: what an output is made of is there only until it is finished.
+    for output in outputs.chunks(1) {
+        for shard in output[0].shards() {
+            let on_bytes = &mut |bytes| (writer.on_event)(Event::Fetched(bytes));
+            repo.fetch(request, &sources[shard].name, on_bytes)?;
+        }
+        convert(output, &sources, request, &mut writer)?;
+    }
+    std::fs::remove_dir_all(&request.from).context(|| request.from.display())
+}
+
+/// Makes these outputs of source files that are there.
+fn convert<F: FnMut(Event<'_>)>(
+    outputs: &[Output],
+    sources: &[SourceFile],
+    request: &Request,
+    writer: &mut Writer<'_, F>,
+) -> Result<()> {
     thread::scope(|scope| {
         let (read, rows) = channel();
         let (encoded, blocks) = channel();
         let (free_in, next_in) = buffers();
         let (free_out, next_out) = buffers();
-        let (outputs, sources) = (&outputs[..], &sources[..]);
         let reader = scope.spawn(move || read_all(outputs, sources, request, &next_in, &read));
         let encoder = scope.spawn(move || {
             let mut encoder = Encoder::new(request.threads);

@@ -120,6 +120,27 @@ impl Plan {
         self.totals().iter().map(|total| total.bytes_in).sum()
     }
 
+    /// For a source that is fetched: bytes that are left to fetch, and how many there are of its
+    /// shards at once, at most.
+    pub fn fetches(&self, request: &Request) -> (u64, u64) {
+        let (mut left, mut held_max, mut held) = (0, 0, BTreeSet::new());
+        let bytes = |shard: &usize| self.manifest.sources[*shard].bytes;
+        for (i, output) in self.outputs.iter().enumerate() {
+            for shard in output.shards() {
+                let path = request.from.join(&self.manifest.sources[shard].name);
+                if held.insert(shard) && path.is_symlink() {
+                    let partial = path.with_added_extension(&PARTIAL[1..]);
+                    let found = partial.metadata().map_or(0, |found| found.len());
+                    left += bytes(&shard).saturating_sub(found);
+                }
+            }
+            held_max = held.iter().map(bytes).sum::<u64>().max(held_max);
+            let later = &self.outputs[i + 1..];
+            held.retain(|shard| later.iter().any(|o| self.record(o).needs.contains(shard)));
+        }
+        (left, held_max)
+    }
+
     /// Refuses an output directory with files that this conversion did not make and that it would
     /// replace, or that a reader would take for a part of the model.
     fn check_target(&self, request: &Request) -> Result<()> {
@@ -159,6 +180,14 @@ impl Plan {
             }
         }
         Ok(())
+    }
+}
+
+impl Output {
+    /// The source files that its tensors lie in.
+    pub fn shards(&self) -> BTreeSet<usize> {
+        let spans = |tensor: &Tensor| [Some(tensor.source.weights), tensor.source.scales];
+        self.tensors.iter().flat_map(spans).flatten().map(|span| span.shard).collect()
     }
 }
 

@@ -27,6 +27,8 @@ const SYNC_BYTES: usize = 64 << 20;
 
 /// What happened.
 pub enum Event<'a> {
+    /// So many more bytes of the source were fetched.
+    Fetched(u64),
     /// So many more bytes of the source are done.
     Done(u64),
     /// A file of the output is finished.
@@ -48,7 +50,8 @@ struct Open {
 pub struct Writer<'a, F> {
     request: &'a Request,
     manifest: Manifest,
-    on_event: F,
+    /// Hears what happens.
+    pub on_event: F,
     open: Option<Open>,
     /// Outputs that were read back.
     verified: BTreeSet<usize>,
@@ -141,20 +144,7 @@ impl<'a, F: FnMut(Event<'_>)> Writer<'a, F> {
             let path = self.partial(output.index);
             let file = File::create(&path).context(|| path.display())?;
             let record = &self.manifest.outputs[output.index];
-            let (to, keep_free) = (&self.request.to, self.request.keep_free_bytes);
-            if let Some(free) = sys::disk_free_bytes(to)
-                && free < record.bytes.saturating_add(keep_free)
-            {
-                bail!(
-                    "{}: {} free, {} takes {} and --keep-free {}: make room, and run the same \
-                     command again",
-                    to.display(),
-                    gb(free as usize),
-                    record.name,
-                    gb(record.bytes as usize),
-                    gb(keep_free as usize)
-                );
-            }
+            check_room(self.request, &record.name, record.bytes)?;
             let last = |tensor: &Tensor| tensor.weights.1.max(tensor.scales.1);
             let parts = 1 + output.tensors.iter().map(last).max().unwrap_or(0);
             let hashes = vec![Hash::START; parts];
@@ -241,6 +231,24 @@ impl Open {
         }
         Ok(())
     }
+}
+
+/// Refuses to begin a file of so many bytes where there is no room.
+pub fn check_room(request: &Request, name: &str, bytes: u64) -> Result<()> {
+    let (to, keep_free) = (&request.to, request.keep_free_bytes);
+    if let Some(free) = sys::disk_free_bytes(to)
+        && free < bytes.saturating_add(keep_free)
+    {
+        bail!(
+            "{}: {} free, {name} takes {} and --keep-free {}: make room, and run the same command \
+             again",
+            to.display(),
+            gb(free as usize),
+            gb(bytes as usize),
+            gb(keep_free as usize)
+        );
+    }
+    Ok(())
 }
 
 /// The error of a write, with what a person can do.
