@@ -1,13 +1,14 @@
 """What `coli convert` must write, to the byte, by the encoders of formats.py.
 
-    python convert.py SOURCE TARGET [CLASS=FORMAT …]   converts a checkpoint
+    python convert.py SOURCE TARGET [CLASS=FORMAT …] [scales=search]   converts a checkpoint
     python convert.py --fixtures tests/fixtures        writes tests/fixtures/convert
 
 CLASS is a flag of `coli convert` without its dashes, FORMAT a full name (int8-row) or off. Needs
 numpy alone, and memory for the whole checkpoint.
 
 Fixtures: `encode.json` has small matrices in every source encoding, with ragged ends, rows of
-zeros, ties and the smallest numbers, and what each of them is in every format of a container;
+zeros, ties and the smallest numbers, and what each of them is in every format of a container (those
+in F32 also with scales that were searched for);
 `files.json` has length and FNV-1a64 of every file that some stored checkpoints become.
 """
 
@@ -64,7 +65,36 @@ def float_matrix(name, dtype, array, stored):
     return widen(dtype, array)
 
 
-def container_entries(name, form, dtype, array, stored):
+def search(groups, scales, top):
+    """The scale of least squared error among 49, and the largest of equals; all in float32.
+
+    The scales are that of the largest weight, and each 31/32 of the one before. An error is the
+    sum of sixteen sums: number i has the columns i, i + 16, …, one after another.
+    """
+    padded = np.pad(groups, ((0, 0), (0, 0), (0, -groups.shape[2] % 16)))
+    padded = padded.reshape(*groups.shape[:2], -1, 16)
+
+    def error(scale):
+        scale = scale[..., None, None]
+        codes = np.clip(np.rint(padded / scale), -top - 1, top).astype(np.float32)
+        squares = np.square(padded - codes * scale)
+        lanes = np.zeros((*groups.shape[:2], 16), np.float32)
+        for i in range(squares.shape[2]):
+            lanes += squares[:, :, i]
+        total = np.zeros(groups.shape[:2], np.float32)
+        for i in range(16):
+            total += lanes[..., i]
+        return total
+
+    best, least, scale = scales, error(scales), scales
+    for _ in range(48):
+        scale = scale * np.float32(31 / 32)
+        found = error(scale)
+        best, least = np.where(found < least, scale, best), np.minimum(found, least)
+    return best
+
+
+def container_entries(name, form, dtype, array, stored, choose):
     """The tensors of a container that one weight becomes."""
     if form is None:
         w = float_matrix(name, dtype, array, stored)
@@ -74,7 +104,7 @@ def container_entries(name, form, dtype, array, stored):
             return {name: (dtype, array.shape, array.tobytes())}
         data, scales = array.tobytes(), stored[name + "_scale_inv"][1].tobytes()
     else:
-        data, scales, _ = encode(form, float_matrix(name, dtype, array, stored))
+        data, scales, _ = encode(form, float_matrix(name, dtype, array, stored), choose)
     qs = ("F32", (len(scales) // 4,), scales)
     return {name: ("U8", (len(data),), data), name + ".qs": qs}
 
@@ -103,6 +133,7 @@ def convert(source, target, changes):
     forms = DEFAULTS | changes
     forms = {"o-proj": forms["attention"], "kv-b": forms["attention"]} | forms
     forms = {"mtp-experts": forms["mtp"]} | forms
+    choose = {"abs-max": None, "search": search}[forms.pop("scales", "abs-max")]
     layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
     shards = [read_safetensors(path) for path in sorted(source.glob("*.safetensors"))]
     stored = {name: tensor for shard in shards for name, tensor in shard.items()}
@@ -117,7 +148,7 @@ def convert(source, target, changes):
                 continue
             kind = class_of(name, family) if array.ndim == 2 else None
             form = forms[kind] if kind else None
-            entries = container_entries(name, form, dtype, array, stored)
+            entries = container_entries(name, form, dtype, array, stored, choose)
             families.setdefault(family, {}).update(entries)
             shape = array.shape[0], array.shape[-1] * (2 if dtype == "U8" else 1)
             if name + ".qs" in entries and needs_stamp(form, *shape):
@@ -153,6 +184,8 @@ CASES = [
     ("formats/hf-fp8", {ROUTED: "int4-g96"}),
     ("formats/hf-fp8", ALL_FP8),
     ("formats/hf-nvfp4", {ROUTED: "int4-g16"}),
+    ("h_mtp", {"scales": "search"}),
+    ("g_bf16_sharded", {"o-proj": "int4-row", "dense": "int3-g64", "scales": "search"}),
 ]
 
 
@@ -203,6 +236,7 @@ def encode_cases():
     for form, rows, cols, weights, scales, scalar in matrices():
         w = decode(form, rows, cols, weights, scales, scalar)
         encoded = {to: [part.hex() for part in encode(to, w)[:2]] for to in forms}
+        searched = {to: [part.hex() for part in encode(to, w, search)[:2]] for to in forms}
         yield {
             "format": form,
             "rows": rows,
@@ -210,8 +244,8 @@ def encode_cases():
             "weights": weights.hex(),
             "scales": scales.hex(),
             "scalar": f"{np.float32(scalar).view(np.uint32):08x}",
-            "encoded": encoded,
-        }
+            "abs-max": encoded,
+        } | ({"search": searched} if form == "f32" else {})
 
 
 def write_fixtures(fixtures):

@@ -117,14 +117,18 @@ def decode(form, rows, cols, weights, scales, scalar=1.0):
 # --- Encoders: (weight bytes, scale bytes, scalar) ----------------------------------------------
 
 
-def integer_codes(w, group, bits):
-    """Codes [O, I] and scales [O, groups] of the symmetric integer quantizer."""
+def integer_codes(w, group, bits, choose=None):
+    """Codes [O, I] and scales [O, groups] of the symmetric integer quantizer.
+
+    `choose` has the last word on the scales: (groups, scales, top) to scales.
+    """
     rows, cols = w.shape
     top = 2 ** (bits - 1) - 1
     padded = np.zeros((rows, ceil_div(cols, group) * group), np.float32)
     padded[:, :cols] = w
     padded = padded.reshape(rows, -1, group)
     scales = np.maximum(np.abs(padded).max(-1) / np.float32(top), np.float32(1e-8))
+    scales = choose(padded, scales, top) if choose else scales
     codes = np.clip(np.rint(padded / scales[..., None]), -top - 1, top).astype(np.int64)
     return codes.reshape(rows, -1)[:, :cols], scales.astype("<f4")
 
@@ -171,15 +175,15 @@ def encode_nvfp4(w):
     return pack(codes.astype(np.int64), 4), scales.tobytes(), float(scalar)
 
 
-def encode(form, w):
-    """(weight bytes, scale bytes, scalar) of the float32 matrix `w`."""
+def encode(form, w, choose=None):
+    """(weight bytes, scale bytes, scalar) of the float32 matrix `w`; see `integer_codes`."""
     if form == "fp8-e4m3-b128":
         return encode_fp8(w)
     if form == "nvfp4":
         return encode_nvfp4(w)
     bits = int(form[3])
     group = w.shape[1] if form.endswith("-row") else int(form[6:])
-    codes, scales = integer_codes(w, group, bits)
+    codes, scales = integer_codes(w, group, bits, choose)
     if bits == 8:
         return codes.astype(np.int8).tobytes(), scales.tobytes(), 1.0
     codes = codes + 2 ** (bits - 1)

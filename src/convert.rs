@@ -22,7 +22,7 @@ mod plan;
 mod writer;
 
 pub use classes::{Class, Formats, parse_format};
-pub use encode::encode_row;
+pub use encode::{Scales, encode_row};
 pub use fetch::{DEFAULT_BASE_URL, DIR_NAME, Repo};
 pub use manifest::{FILE_NAME, Record};
 pub use pipeline::{Speed, probe, run};
@@ -52,6 +52,8 @@ pub struct Request {
     pub to: PathBuf,
     /// Format of each class of tensors.
     pub formats: Formats,
+    /// How the scales of integers are chosen.
+    pub scales: Scales,
     /// Whether to convert the draft head, if there is one.
     pub mtp: bool,
     /// Whether to convert the sparse-attention indexers, if there are any.
@@ -73,6 +75,7 @@ impl Request {
             .map(|class| (format!("--{}", class.name()), self.formats.of(class).to_string()));
         let parts = [on_off("draft head", self.mtp), on_off("indexers", self.indexer)];
         let repo = self.repo.iter().map(|repo| ("--repo".into(), (&*repo.name).into()));
-        parts.into_iter().chain(formats).chain(repo).collect()
+        let scales = ("--scales".into(), self.scales.name().into());
+        parts.into_iter().chain([scales]).chain(formats).chain(repo).collect()
     }
 }

@@ -6,7 +6,7 @@
 
 mod common;
 
-use colibri::convert::{Class, DIR_NAME, FILE_NAME, Formats, Plan, Repo, Request};
+use colibri::convert::{Class, DIR_NAME, FILE_NAME, Formats, Plan, Repo, Request, Scales};
 use colibri::quant::Format;
 use common::{TempDir, fixture};
 use std::collections::BTreeMap;
@@ -290,6 +290,7 @@ fn announced(server: &Server, to: &Path, more: &[&str]) -> (u64, u64) {
         repo: Some(Repo::new(&base_url, NAME, None).unwrap()),
         to: to.to_path_buf(),
         formats,
+        scales: Scales::AbsMax,
         mtp: is_on,
         indexer: is_on,
         keep_free_bytes: 0,

@@ -10,8 +10,8 @@ use super::load::{Bar, usage};
 use super::{Args, Flag, Verb, note, print_text};
 use crate::bail;
 use crate::convert::{
-    self, Class, DEFAULT_BASE_URL, DIR_NAME, Event, Formats, Plan, Repo, Request, Speed, Totals,
-    parse_format,
+    self, Class, DEFAULT_BASE_URL, DIR_NAME, Event, Formats, Plan, Repo, Request, Scales, Speed,
+    Totals, parse_format,
 };
 use crate::cpu;
 use crate::error::{Error, Result};
@@ -41,6 +41,7 @@ pub const VERB: Verb = Verb {
         Flag::value(INDEXER, "FORMAT", "sparse-attention indexers (default int8), or off"),
         Flag::value(MTP, "FORMAT", "draft head (default int8), or off"),
         Flag::value("--mtp-experts", "FORMAT", "its routed experts (default as --mtp)"),
+        Flag::value(SCALES, "RULE", "abs-max, or search: least squared error (default abs-max)"),
         Flag::value("--keep-free", "GB", "room that stays free on the drive (default 10)"),
         Flag::switch("--delete-source", "delete each shard once all made of it is verified"),
         Flag::switch("--dry-run", "print the plan and stop"),
@@ -54,6 +55,7 @@ const INDEXER: &str = "--indexer";
 const MTP: &str = "--mtp";
 const REPO: &str = "--repo";
 const BASE_URL: &str = "--base-url";
+const SCALES: &str = "--scales";
 
 /// Gigabytes that are kept free unless told otherwise.
 const KEEP_FREE_GB: f64 = 10.0;
@@ -165,11 +167,13 @@ fn request(args: &Args) -> Result<Request> {
         Some(_) => to.join(DIR_NAME),
         None => args.required("--from")?.into(),
     };
+    let scales = Scales::parse(args.get(SCALES).unwrap_or("abs-max"));
     let keep_free_gb = args.number("--keep-free", 0.0..=1e6)?.unwrap_or(KEEP_FREE_GB);
     Ok(Request {
         from,
         to,
         formats,
+        scales: scales.map_err(|error| usage(SCALES, error))?,
         mtp: is_on(MTP),
         indexer: is_on(INDEXER),
         keep_free_bytes: (keep_free_gb * 1e9).round() as u64,

@@ -8,7 +8,7 @@
 #![forbid(unsafe_code)]
 
 use super::Request;
-use super::encode::encode_row;
+use super::encode::{Scales, encode_row};
 use super::manifest::SourceFile;
 use super::plan::{Output, Plan, Tensor};
 use super::writer::{Event, Writer};
@@ -92,7 +92,7 @@ fn convert<F: FnMut(Event<'_>)>(
         let (free_out, next_out) = buffers();
         let reader = scope.spawn(move || read_all(outputs, sources, request, &next_in, &read));
         let encoder = scope.spawn(move || {
-            let mut encoder = Encoder::new(request.threads);
+            let mut encoder = Encoder::new(request);
             encoder.run(rows, (&free_in, &next_out), &encoded)
         });
         let written = writer.run(blocks, free_out);
@@ -201,14 +201,15 @@ struct Scratch {
 /// The encoding stage.
 struct Encoder {
     pool: Pool,
+    rule: Scales,
     scratch: Vec<Scratch>,
 }
 
 impl Encoder {
-    fn new(threads: usize) -> Encoder {
-        let pool = Pool::new(threads);
+    fn new(request: &Request) -> Encoder {
+        let pool = Pool::new(request.threads);
         let scratch = (0..pool.threads()).map(|_| Scratch::default()).collect();
-        Encoder { pool, scratch }
+        Encoder { pool, rule: request.scales, scratch }
     }
 
     fn run<'a>(
@@ -244,7 +245,7 @@ impl Encoder {
             out.extend_from_slice(bytes);
             return Ok(());
         }
-        let cols = source.cols;
+        let (cols, rule) = (source.cols, self.rule);
         let (weights, scales) = bytes.split_at(rows * source.format.row_bytes(cols));
         let (from, scalar) = (source.format, source.scalar);
         let matrix = Encoded { format: from, rows, cols, weights, scales, scalar };
@@ -267,7 +268,7 @@ impl Encoder {
                 let row = part * part_rows + i;
                 let scales = &mut scales[i * scale_bytes..(i + 1) * scale_bytes];
                 matrix.decode_row(row, &mut scratch.row);
-                if !encode_row(format, &scratch.row, weights, scales) {
+                if !encode_row(format, rule, &scratch.row, weights, scales) {
                     scratch.bad_row = Some(row);
                 }
             }
@@ -303,7 +304,7 @@ pub fn probe(plan: &Plan, request: &Request) -> Result<Option<Speed>> {
     files.read(tensor, first, rows, &mut bytes)?;
     let read_s = start.elapsed().as_secs_f64();
     let count = bytes.len() as f64;
-    let mut encoder = Encoder::new(request.threads);
+    let mut encoder = Encoder::new(request);
     let read = Rows { output, tensor, first, rows, bytes };
     let mut out = Vec::new();
     // Once for the pages of the buffers.
