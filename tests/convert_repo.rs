@@ -113,6 +113,7 @@ impl Server {
             &format!("http://{}", self.address),
         ]);
         command.arg("--to").arg(to).args(["--keep-free", "0"]).args(more).env_remove("HF_TOKEN");
+        command.env("NO_PROXY", "*");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }
@@ -330,9 +331,19 @@ fn a_fetched_checkpoint_becomes_what_a_local_one_becomes_and_each_byte_comes_onc
         assert_eq!(at_once == all_bytes, both, "{name}: whether all of it is there at once");
         let most = server.log().iter().filter(|s| s.is_payload()).map(|s| s.held).max();
         assert_eq!(most, Some(at_once), "{name}: source bytes that were there at once");
-        // What is finished needs nothing more.
+        // What is finished needs nothing more, and what is lost only its own shard.
+        let requests = server.log().len();
         succeeded(server.convert(&to.0, more));
-        assert_eq!(server.payload_sent(), lengths(name), "{name}");
+        let is_shard = |seen: &Seen| seen.file.ends_with(".safetensors");
+        assert!(!server.log()[requests..].iter().any(is_shard), "{name}");
+        let lost = to.0.join("out-00001.safetensors");
+        let bytes = fs::read(&lost).unwrap();
+        fs::remove_file(&lost).unwrap();
+        succeeded(server.convert(&to.0, more));
+        assert!(fs::read(&lost).unwrap() == bytes, "{name}");
+        let all = server.log().split_off(requests).into_iter().filter(Seen::is_payload);
+        let files: Vec<String> = all.map(|seen| seen.file).collect();
+        assert!(files.len() == 1 && files[0].contains("-00002-"), "{name}: {files:?}");
     }
 }
 
@@ -580,4 +591,27 @@ fn room_that_shall_stay_free_is_not_filled_with_a_source() {
     let message = refusal(output);
     assert!(message.contains("model-00001-of-00006.safetensors takes 0.1 MB and"), "{message}");
     assert!(server.payload_sent().is_empty());
+}
+
+/// More than is asked for at first.
+#[test]
+fn a_long_header_is_fetched_to_its_end() {
+    if curl().is_none() {
+        return;
+    }
+    let from = TempDir::with_fixture("repo-long-source", SOURCE);
+    let path = from.0.join("model-00001-of-00006.safetensors");
+    let source = fs::read(&path).unwrap();
+    let (word, rest) = source.split_first_chunk().unwrap();
+    let (header, data) = rest.split_at(u64::from_le_bytes(*word) as usize);
+    let padded = [header, &[b' '; 300_000]].concat();
+    fs::write(&path, [&(padded.len() as u64).to_le_bytes(), &padded[..], data].concat()).unwrap();
+    let to = TempDir::new("repo-long");
+    let server = Server::new(&from.0, Quirks::default());
+    succeeded(server.convert(&to.0, &[]));
+    assert!(contents(&to.0) == local("repo-long", SOURCE, &[]));
+    let ranges = server.log().into_iter().filter(|seen| seen.file.contains("-00001-"));
+    let ends: Vec<_> = ranges.filter_map(|seen| seen.range).collect();
+    let head_bytes = 8 + padded.len();
+    assert_eq!(ends, [(0, Some((256 << 10) - 1)), (256 << 10, Some(head_bytes - 1))]);
 }

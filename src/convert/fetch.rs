@@ -14,7 +14,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::manifest::{Manifest, PARTIAL};
+use super::manifest::{Manifest, PARTIAL, Record};
 use super::pipeline::check_interrupt;
 use super::writer::check_room;
 use super::{METADATA_BYTES_MAX, METADATA_FILES, Request};
@@ -116,8 +116,9 @@ impl Repo {
         let is_done = |name: &str| {
             let begun = begun.as_ref()?;
             let source = begun.sources.iter().position(|source| source.name == name)?;
-            let mut left = begun.outputs.iter().filter(|output| output.hash.is_none());
-            Some(left.all(|output| !output.needs.contains(&source)))
+            let mut made = begun.outputs.iter().filter(|output| output.needs.contains(&source));
+            let is_there = |output: &Record| sys::is_present(&request.to.join(&output.name));
+            Some(made.all(|output| output.hash.is_some() && is_there(output)))
         };
         let names = self.shards(dir)?;
         for (i, name) in names.iter().enumerate() {

@@ -189,7 +189,7 @@ impl<'a> Worker<'a> {
             let slot = self.slots.iter_mut().find(|slot| slot.used == number);
             let Some(slot) = slot else { continue };
             let Some(mut running) = slot.running.take() else { continue };
-            let finish = failure.map_or_else(|| running.tell(), |error| Err(error));
+            let finish = failure.map_or_else(|| running.tell(), Err);
             match finish {
                 Ok(None) => slot.running = Some(running),
                 finish => {
