@@ -133,6 +133,10 @@ pub trait Choose {
     fn start_reply(&mut self, position: usize);
     /// The token that follows the timeline `tokens`, by the `logits [V]` after its last one.
     fn choose(&mut self, logits: &[f32], tokens: &[u32]) -> Result<u32>;
+    /// What it would choose if the model had these logits; a guess, of which it keeps nothing.
+    fn guess(&mut self, logits: &[f32], _tokens: &[u32]) -> Result<u32> {
+        argmax(logits)
+    }
     /// Tokens that it is likely to be forced to choose next, at most `most`; none if there is a
     /// choice.
     fn forced(&mut self, _most: usize) -> Result<Vec<u32>> {
@@ -146,6 +150,13 @@ impl Choose for Sampler {
     }
 
     fn choose(&mut self, logits: &[f32], tokens: &[u32]) -> Result<u32> {
+        self.sample(logits, tokens, None)
+    }
+
+    /// A draw is made with the number that belongs to its position. So a draft is drawn with the
+    /// number that the token itself will be drawn with, and where head and model agree in their
+    /// distributions, they agree in the token, not only where it is the likeliest one.
+    fn guess(&mut self, logits: &[f32], tokens: &[u32]) -> Result<u32> {
         self.sample(logits, tokens, None)
     }
 }

@@ -202,7 +202,7 @@ fn a_trained_heads_drafts_are_right_and_change_no_token() {
 /// ahead at 0.69 of the positions, two ahead at 0.64 (`oracle/demo/README.md`). Were these
 /// independent, a pass with two drafts would be worth 1 + 0.69 + 0.69 · 0.64 = 2.13 tokens. The
 /// bound leaves room for the noise of a hundred passes, of which one has a deviation of 0.8. Drawn
-/// tokens are less often the best ones: 48 replies at temperature 0.8 had 1.47 tokens a pass.
+/// tokens are harder to guess: 48 replies at temperature 0.8 had 1.52 tokens a pass.
 #[test]
 fn two_drafts_of_a_trained_head_are_worth_what_its_training_measured() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("oracle/demo");

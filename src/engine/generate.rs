@@ -12,7 +12,7 @@ use crate::draft::{self, DRAFTS_MAX, Source};
 use crate::error::{Error, Result};
 use crate::kv::Sequence;
 use crate::model::{Observer, Scratch};
-use crate::sample::{Choose, argmax};
+use crate::sample::Choose;
 use std::ops::Range;
 use std::slice;
 use std::sync::PoisonError;
@@ -219,7 +219,10 @@ impl Member<'_, '_> {
         let most = if is_drafting { most } else { 0 };
         rows.is_step = true;
         let forced = chooser.forced(most.min(DRAFTS_MAX))?;
-        rows.source = session.guess(&generation.tokens, &forced, most, &mut rows.batch)?;
+        let known = generation.tokens.len();
+        let found = session.guess(&mut generation.tokens, &forced, most, *chooser, &mut rows.batch);
+        generation.tokens.truncate(known);
+        rows.source = found?;
         rows.guessing = start.elapsed();
         rows.wanted = 0..rows.batch.len();
         Ok(rows)
@@ -300,12 +303,14 @@ impl Session<'_> {
     }
 
     /// Fills `batch` with the last of `tokens`, whose others are committed, and at most `most` that
-    /// may follow it, `forced` ones first; says where those are from.
+    /// may follow it, `forced` ones first; says where those are from. Guesses of the head are left
+    /// behind `tokens`.
     fn guess(
         &mut self,
-        tokens: &[u32],
+        tokens: &mut Vec<u32>,
         forced: &[u32],
         most: usize,
+        chooser: &mut dyn Choose,
         batch: &mut Vec<u32>,
     ) -> Result<Option<Source>> {
         batch.push(tokens[tokens.len() - 1]);
@@ -336,7 +341,9 @@ impl Session<'_> {
             model.draft(batch[i], head.rows + i, &head.input, keeps_selection, kv, &mut runtime)?;
             head.input.copy_from_slice(model.hidden(&runtime.scratch, 0));
             model.logits(0..1, &mut runtime, logits, |_, logits| {
-                batch.push(argmax(logits)?);
+                let token = chooser.guess(logits, tokens)?;
+                tokens.push(token);
+                batch.push(token);
                 Ok(())
             })?;
         }

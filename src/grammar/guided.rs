@@ -46,6 +46,10 @@ impl Choose for Guided<'_> {
         self.sampler.start_reply(position);
     }
 
+    fn guess(&mut self, logits: &[f32], tokens: &[u32]) -> Result<u32> {
+        self.sampler.guess(logits, tokens)
+    }
+
     /// Errors, beside the sampler's: a grammar that is too ambiguous here, or rules so deep that
     /// no token can go on.
     fn choose(&mut self, logits: &[f32], tokens: &[u32]) -> Result<u32> {
