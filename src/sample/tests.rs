@@ -424,7 +424,8 @@ fn parameters_out_of_range_are_named() {
 }
 
 /// Tokens in the order of their chances: the first is drawn below 0.5 and guessed below 0.4, the
-/// second from there to 0.8 and to 0.75. Both are the same below 0.4, from 0.5 to 0.75 and from 0.8.
+/// second from there to 0.8 and to 0.75. Both are the same below 0.4, from 0.5 to 0.75 and above
+/// 0.8.
 #[test]
 fn a_guess_is_drawn_with_the_number_of_the_token_it_guesses() {
     let (model, head) = (logs(&[0.5, 0.3, 0.2]), logs(&[0.4, 0.35, 0.25]));
