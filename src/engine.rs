@@ -446,6 +446,10 @@ impl Session<'_> {
     /// Keeps only the first `count` committed tokens.
     fn truncate(&mut self, count: usize) {
         self.tokens.truncate(count);
+        if count == 0 && self.head.is_none() {
+            // A file without rows of the head took it away; nothing of that is left.
+            self.head = self.engine.model.weights.mtp.as_ref().map(|_| Head::default());
+        }
         if let Some(head) = &mut self.head {
             head.truncate(count, self.engine.model.config.hidden_size);
         }

@@ -131,6 +131,33 @@ fn conversations_outlive_the_server() {
     assert_eq!(cached(&turn(&keeping(1), "rain")), 0);
 }
 
+/// A slot that takes the start of its prompt from another slot does not overwrite what it saved
+/// before.
+#[test]
+fn a_slot_that_turns_to_another_conversation_keeps_the_file_of_the_last() {
+    let dir = TempDir::new("serve-kept-two");
+    let keeping = || {
+        let sessions = Some((dir.0.join("kept"), 1 << 30));
+        let options = Options { sessions: 2, ..options() };
+        Running::new(&demo(), Settings { sessions, kv_slots: 2, ..settings() }, options)
+    };
+    let turn = |server: &Running, first: &str, then: &str| {
+        let said = format!("{}{}", first.repeat(4), then.repeat(60));
+        server.chat(&format!("\"messages\":[{{\"role\":\"user\",\"content\":\"{said}\"}}]"))
+    };
+    let server = keeping();
+    let cold = turn(&server, "wind ", "wind ");
+    turn(&server, "snow ", "rain ");
+    // It goes to the slot of the first, and starts with the tokens of the second.
+    turn(&server, "snow ", "hail ");
+    drop(server);
+    assert_eq!(std::fs::read_dir(dir.0.join("kept")).unwrap().count(), 3);
+    let warm = turn(&keeping(), "wind ", "wind ");
+    let cached = int_at(&warm, "usage.prompt_tokens_details.cached_tokens");
+    assert_eq!(cached, int_at(&warm, "usage.prompt_tokens") - 2);
+    assert_eq!(at(&warm, "choices.0.message"), at(&cold, "choices.0.message"));
+}
+
 #[test]
 fn a_side_request_does_not_cost_the_conversation() {
     let options = Options { sessions: 2, ..options() };

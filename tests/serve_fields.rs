@@ -69,6 +69,10 @@ fn fields_that_are_not_honoured_are_refused_by_name() {
         assert_eq!(answer.status, 400, "{fields}");
         assert_eq!(answer.error(), (400, code.into(), param.into()), "{fields}");
     }
+    for (fields, found) in [(r#""top_k":-1"#, "found -1"), (r#""top_k":1.5"#, "found 1.5")] {
+        let answer = server.post(CHAT, &chat(fields));
+        assert!(text_at(&answer.json(), "error.message").ends_with(found), "{fields}");
+    }
     assert_eq!(server.counter("admitted"), 0);
     let neutral = r#""n":1,"functions":null,"suffix":"","ignore_eos":false,"stop":null,"seed":null,
         "logit_bias":null,"tools":[],"tool_choice":"auto","response_format":{"type":"text"},

@@ -129,6 +129,40 @@ fn a_trained_head_goes_on_drafting_as_before() {
     let (mut session, _) = engine.restore(&path).unwrap().unwrap();
     let next = generate(&mut session, &whole, 20).0;
     assert_eq!(next, generate(&mut engine.session().unwrap(), &whole, 20).0);
+    // Nothing of the file is left, and the head drafts again.
+    session.clear();
+    let earlier = session.draft_counters().accepted;
+    let (ids, accepted) = generate(&mut session, &prompt, 60);
+    assert_eq!((ids, accepted - earlier), want);
+}
+
+/// A slot of the server takes a saved timeline into the memory that it has.
+#[test]
+fn a_session_that_held_another_timeline_restores_in_place() {
+    let dir = TempDir::new("state-place");
+    for (name, drafts) in [("h_mtp", Some(3)), ("c_shared", None), ("a_seed", Some(0))] {
+        let (path, missing) = (dir.0.join(name), dir.0.join("missing"));
+        let engine = open(&fixture(name), options(drafts));
+        let tokens = full_ids(name);
+        let other: Vec<u32> = tokens.iter().rev().copied().collect();
+        let mut saved = engine.session().unwrap();
+        advance(&mut saved, &tokens[..9]);
+        saved.save(&path).unwrap();
+        let mut session = engine.session().unwrap();
+        advance(&mut session, &other[..20]);
+        // Neither a file that another session has nor one that is not there costs the timeline.
+        assert!(session.restore(&path).unwrap_err().to_string().contains("in use"));
+        assert!(session.restore(&missing).unwrap().is_none());
+        assert_eq!(session.tokens(), &other[..20]);
+        drop(saved);
+        assert_eq!(session.restore(&path).unwrap().unwrap().tokens, 9);
+        assert_eq!(session.tokens(), &tokens[..9]);
+        let mut fresh = engine.session().unwrap();
+        let want = generate(&mut fresh, &tokens[..12], 15).0;
+        assert_eq!(generate(&mut session, &tokens[..12], 15).0, want, "{name}");
+        assert_eq!(session.save(&path).unwrap().tokens, session.tokens().len());
+        assert_eq!(advance(&mut session, &tokens), cold(&engine, &tokens), "{name}");
+    }
 }
 
 /// Lengths of the file after each of some turns, and their tokens.
@@ -545,7 +579,7 @@ fn no_bytes_make_restoring_panic_or_allocate_without_bound() {
             Ok(tokens) => assert_eq!(tokens, want.unwrap_or(0), "round {round}"),
             Err(error) => assert!(want.is_none() && kept < HEADER_BYTES, "round {round}: {error}"),
         }
-        sessions.find(&tokens).unwrap();
+        sessions.find(&tokens, &[]).unwrap();
     }
 }
 
@@ -558,7 +592,7 @@ fn the_store_finds_the_longest_start_and_evicts_what_was_used_first() {
         Sessions::new(&dir.0.join("sessions"), budget_bytes, engine.saved_shape().unwrap()).unwrap()
     };
     let sessions = store(1 << 30);
-    assert_eq!(sessions.find(&tokens).unwrap(), None);
+    assert_eq!(sessions.find(&tokens, &[]).unwrap(), None);
     let other = [&tokens[..3], &[1, 2, 3, 4, 5, 6]].concat();
     let mut paths = Vec::new();
     for timeline in [&tokens[..6], &tokens[..9], &other[..], &[250, 251, 252]] {
@@ -571,9 +605,11 @@ fn the_store_finds_the_longest_start_and_evicts_what_was_used_first() {
     }
     std::fs::write(dir.0.join("sessions/notes.txt"), "mine").unwrap();
     std::fs::write(dir.0.join("sessions/0.coli-kv"), "not one").unwrap();
-    assert_eq!(sessions.find(&tokens).unwrap(), Some((paths[1].clone(), 9)));
-    assert_eq!(sessions.find(&other[..5]).unwrap(), Some((paths[2].clone(), 5)));
-    assert_eq!(sessions.find(&[99, 98]).unwrap(), None);
+    assert_eq!(sessions.find(&tokens, &[]).unwrap(), Some((paths[1].clone(), 9)));
+    assert_eq!(sessions.find(&other[..5], &[]).unwrap(), Some((paths[2].clone(), 5)));
+    assert_eq!(sessions.find(&[99, 98], &[]).unwrap(), None);
+    // One that is in use leaves the next best.
+    assert_eq!(sessions.find(&tokens, &paths[1..2]).unwrap(), Some((paths[0].clone(), 6)));
     sessions.touch(&paths[0]).unwrap();
     std::fs::remove_file(dir.0.join("sessions/0.coli-kv")).unwrap();
     assert_eq!(sessions.list().unwrap()[0], paths[0]);

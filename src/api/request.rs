@@ -9,7 +9,7 @@ use crate::engine::Engine;
 use crate::error::{Context, Error, Result};
 use crate::grammar::{Constraint, Guided};
 use crate::http::Refusal;
-use crate::json::Value;
+use crate::json::{Value, to_compact};
 use crate::sample::{Choose, Params, Sampler};
 use crate::tokenizer::{Special, Tokenizer};
 use std::ops::RangeInclusive;
@@ -347,13 +347,15 @@ impl<'a> Fields<'a> {
         let (low, high) = (range.start(), range.end());
         let whole = |number: f64| (number.fract() == 0.0 && number >= 0.0).then_some(number as u64);
         let number = |value: &Value| value.as_u64().or_else(|| value.as_f64().and_then(whole));
-        match self.read(name, &format!("an integer from {low} to {high}"), number)? {
-            Some(found) if !range.contains(&found) => bail!(
-                "{}{name}: expected an integer from {low} to {high}, found {found}",
-                self.path
-            ),
-            read => Ok(read),
+        let Some(value) = self.get(name) else { return Ok(None) };
+        if let Some(found) = number(value).filter(|found| range.contains(found)) {
+            return Ok(Some(found));
         }
+        let found = match value.as_f64() {
+            Some(_) => to_compact(value),
+            None => value.kind().to_string(),
+        };
+        bail!("{}{name}: expected an integer from {low} to {high}, found {found}", self.path)
     }
 
     /// The members of a member; none if it is absent.

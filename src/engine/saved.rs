@@ -53,29 +53,38 @@ impl Engine {
     /// this session has none from the head. Errors: those of [`Journal::open`]; more tokens than
     /// fit the context.
     pub fn restore(&self, path: &Path) -> Result<Option<(Session<'_>, Restored)>> {
+        let mut session = self.session()?;
+        Ok(session.restore(path)?.map(|restored| (session, restored)))
+    }
+}
+
+impl Session<'_> {
+    /// Takes the timeline that `path` holds in place of its own, and in the same memory; results
+    /// are those of [`Engine::restore`]. Without one this session is as it was, but for a file
+    /// that could not be read to its end: then it is empty.
+    pub fn restore(&mut self, path: &Path) -> Result<Option<Restored>> {
         self.restore_file(path).context(|| path.display())
     }
 
-    fn restore_file(&self, path: &Path) -> Result<Option<(Session<'_>, Restored)>> {
-        let Some(journal) = Journal::open(path, self.saved_shape()?)? else { return Ok(None) };
-        let (tokens, ctx) = (journal.tokens().len(), self.options.ctx_tokens);
+    fn restore_file(&mut self, path: &Path) -> Result<Option<Restored>> {
+        let shape = self.engine.saved_shape()?;
+        let Some(journal) = Journal::open(path, shape)? else { return Ok(None) };
+        let (tokens, ctx) = (journal.tokens().len(), self.engine.options.ctx_tokens);
         if tokens == 0 {
             return Ok(None);
         }
         if tokens > ctx {
             bail!("{tokens} tokens do not fit the context of {ctx} (see --ctx)");
         }
-        let mut session = self.session()?;
-        let hidden = journal.load(&mut session.kv)?;
-        session.head = hidden.map(|hidden| Head { rows: tokens - 1, hidden, ..Head::default() });
-        session.tokens.extend_from_slice(journal.tokens());
+        self.clear();
+        let hidden = journal.load(&mut self.kv)?;
+        self.head = hidden.map(|hidden| Head { rows: tokens - 1, hidden, ..Head::default() });
+        self.tokens.extend_from_slice(journal.tokens());
         let age = (UNIX_EPOCH + Duration::from_secs(journal.saved_at())).elapsed();
-        session.journal = Some(journal);
-        Ok(Some((session, Restored { tokens, age: age.unwrap_or_default() })))
+        self.journal = Some(journal);
+        Ok(Some(Restored { tokens, age: age.unwrap_or_default() }))
     }
-}
 
-impl Session<'_> {
     /// Makes the committed timeline what `path` holds, by appending what is new in it. Errors name
     /// the file, which then holds what it held before; the session can go on.
     pub fn save(&mut self, path: &Path) -> Result<Saved> {

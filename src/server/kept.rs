@@ -14,46 +14,55 @@ use std::path::{Path, PathBuf};
 const GAIN_TOKENS_MIN: usize = 32;
 
 /// Where sessions are kept.
-pub struct Kept<'a> {
-    engine: &'a Engine,
+pub struct Kept {
     sessions: Sessions,
     log: fn(&str),
 }
 
-impl<'a> Kept<'a> {
+impl Kept {
     /// In `dir`, which is made; the files that were used last, as long as they fit `bytes`.
-    pub fn new(engine: &'a Engine, dir: &Path, bytes: u64, log: fn(&str)) -> Result<Kept<'a>> {
-        Ok(Kept { engine, sessions: Sessions::new(dir, bytes, engine.saved_shape()?)?, log })
+    pub fn new(engine: &Engine, dir: &Path, bytes: u64, log: fn(&str)) -> Result<Kept> {
+        Ok(Kept { sessions: Sessions::new(dir, bytes, engine.saved_shape()?)?, log })
     }
 
-    /// Gives a slot that is about to run `prompt` the saved session that has more of its beginning,
-    /// if there is one. A slot that turns to another conversation lets go of its file.
-    pub fn restore(&self, session: &mut Session<'a>, file: &mut Option<PathBuf>, prompt: &[u32]) {
-        let common = common_tokens(session.tokens(), prompt);
-        if common * 2 < session.tokens().len() {
+    /// Lets a slot that is about to run `prompt` go of its file, if that is another conversation's.
+    /// Asked before anything is copied into the slot, which then holds the start of `prompt`.
+    pub fn let_go(session: &mut Session<'_>, file: &mut Option<PathBuf>, prompt: &[u32]) {
+        if common_tokens(session.tokens(), prompt) * 2 < session.tokens().len() {
             session.release_file();
             *file = None;
         }
-        let found = self.sessions.find(prompt).map(|found| {
+    }
+
+    /// Gives a slot that is about to run `prompt` the saved session that has more of its beginning,
+    /// if there is one; files of other slots, which are `in_use`, cannot be had.
+    pub fn restore(
+        &self,
+        session: &mut Session<'_>,
+        file: &mut Option<PathBuf>,
+        prompt: &[u32],
+        in_use: &[PathBuf],
+    ) {
+        let common = common_tokens(session.tokens(), prompt);
+        let found = self.sessions.find(prompt, in_use).map(|found| {
             found.filter(|(path, tokens)| {
                 *tokens >= common + GAIN_TOKENS_MIN && file.as_ref() != Some(path)
             })
         });
         let restored = found.and_then(|found| {
             let Some((path, _)) = found else { return Ok(None) };
-            // A conversation that another slot goes on with cannot have its file, too.
-            Ok(self.engine.restore(&path)?.map(|(restored, _)| (restored, path)))
+            Ok(session.restore(&path)?.map(|_| path))
         });
         match restored {
             Ok(None) => {}
-            Ok(Some((restored, path))) => (*session, *file) = (restored, Some(path)),
+            Ok(Some(path)) => *file = Some(path),
             Err(error) => (self.log)(&error.to_string()),
         }
     }
 
     /// Saves a slot's session, and deletes those used least lately that no longer fit; files of
     /// other slots are `in_use`.
-    pub fn save(&self, session: &mut Session<'a>, file: &mut Option<PathBuf>, in_use: &[PathBuf]) {
+    pub fn save(&self, session: &mut Session<'_>, file: &mut Option<PathBuf>, in_use: &[PathBuf]) {
         let saved = self.try_save(session, file, in_use);
         if let Err(error) = saved {
             (self.log)(&error.to_string());
@@ -62,7 +71,7 @@ impl<'a> Kept<'a> {
 
     fn try_save(
         &self,
-        session: &mut Session<'a>,
+        session: &mut Session<'_>,
         file: &mut Option<PathBuf>,
         in_use: &[PathBuf],
     ) -> Result<()> {

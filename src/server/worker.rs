@@ -73,7 +73,7 @@ struct Slot<'a> {
 pub struct Worker<'a> {
     shared: Shared<'a>,
     queue: &'a Queue,
-    kept: Option<Kept<'a>>,
+    kept: Option<Kept>,
     slots: Vec<Slot<'a>>,
     jobs: u64,
 }
@@ -143,13 +143,17 @@ impl<'a> Worker<'a> {
         });
         let prompt = &job.ask.prompt;
         let (chosen, nearest) = choose_slot(&held.collect::<Vec<_>>(), prompt);
+        let slot = &mut self.slots[chosen];
+        Kept::let_go(&mut slot.session, &mut slot.file, prompt);
         if let Ok([slot, nearest]) = self.slots.get_disjoint_mut([chosen, nearest]) {
             slot.session.copy_prefix(&nearest.session, prompt);
         }
         self.jobs += 1;
+        let others = self.slots.iter().enumerate().filter(|(index, _)| *index != chosen);
+        let in_use: Vec<PathBuf> = others.filter_map(|(_, slot)| slot.file.clone()).collect();
         let slot = &mut self.slots[chosen];
         if let Some(kept) = &self.kept {
-            kept.restore(&mut slot.session, &mut slot.file, prompt);
+            kept.restore(&mut slot.session, &mut slot.file, prompt, &in_use);
         }
         (slot.prompt_tokens, slot.used) = (prompt.len(), self.jobs);
         match Running::new(job, self.shared, &mut slot.session) {

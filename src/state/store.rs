@@ -37,13 +37,15 @@ impl Sessions {
         Ok(self.entries()?.into_iter().map(|entry| entry.path).collect())
     }
 
-    /// The session that shares most tokens with the start of `prompt`, and how many.
-    pub fn find(&self, prompt: &[u32]) -> Result<Option<(PathBuf, usize)>> {
+    /// The session that shares most tokens with the start of `prompt`, and how many; none of those
+    /// `in_use`.
+    pub fn find(&self, prompt: &[u32], in_use: &[PathBuf]) -> Result<Option<(PathBuf, usize)>> {
         let common = |path: PathBuf| {
             let tokens = Journal::peek(&path, self.shape).ok()?;
             Some((path, common_tokens(&tokens, prompt))).filter(|(_, common)| *common > 0)
         };
-        Ok(self.list()?.into_iter().rev().filter_map(common).max_by_key(|(_, common)| *common))
+        let free = self.list()?.into_iter().rev().filter(|path| !in_use.contains(path));
+        Ok(free.filter_map(common).max_by_key(|(_, common)| *common))
     }
 
     /// Path of a new session.
