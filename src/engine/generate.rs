@@ -172,8 +172,10 @@ impl Engine {
         drop(runtime);
         let pass = is_alone.then(|| start.elapsed());
         for (i, rows) in ran() {
-            let noted = members[i].note(rows, pass, has_read);
-            members[i].failure = members[i].failure.take().or(noted.err());
+            // Of a reply that failed nothing is known but what it has.
+            if members[i].failure.is_none() {
+                members[i].failure = members[i].note(rows, pass, has_read).err();
+            }
         }
         Ok(())
     }
