@@ -26,9 +26,10 @@ impl Kept {
     }
 
     /// Lets a slot that is about to run `prompt` go of its file, if that is another conversation's.
-    /// Asked before anything is copied into the slot, which then holds the start of `prompt`.
+    /// Asked before anything is copied into the slot, which then holds the start of `prompt`. A
+    /// session that a fault has emptied is another conversation, too.
     pub fn let_go(session: &mut Session<'_>, file: &mut Option<PathBuf>, prompt: &[u32]) {
-        if common_tokens(session.tokens(), prompt) * 2 < session.tokens().len() {
+        if common_tokens(session.tokens(), prompt) * 2 <= session.tokens().len() {
             session.release_file();
             *file = None;
         }
@@ -80,5 +81,31 @@ impl Kept {
         self.sessions.touch(path)?;
         let in_use = in_use.iter().map(PathBuf::as_path).chain([path]).collect::<Vec<_>>();
         self.sessions.evict(&in_use).map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::Options;
+    use crate::model::Unobserved;
+
+    #[test]
+    fn an_emptied_slot_does_not_save_over_the_conversation_that_it_had() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/a_seed");
+        let options = Options { ctx_tokens: 32, threads: 1, ..Options::default() };
+        let engine = Engine::open(&dir, options, |_, _| ()).unwrap();
+        let mut session = engine.session().unwrap();
+        let file = || Some(PathBuf::from("a"));
+        session.advance(&[1, 2, 3, 4], &mut Unobserved).unwrap();
+        for (prompt, is_kept) in [(&[1, 2, 3, 9][..], true), (&[1, 9], false)] {
+            let mut held = file();
+            Kept::let_go(&mut session, &mut held, prompt);
+            assert_eq!(held.is_some(), is_kept, "{prompt:?}");
+        }
+        session.clear();
+        let mut held = file();
+        Kept::let_go(&mut session, &mut held, &[1, 2, 3]);
+        assert_eq!(held, None);
     }
 }
