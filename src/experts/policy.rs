@@ -68,6 +68,8 @@ struct Layer {
     experts: Vec<Expert>,
     /// Sparse layers before it.
     place: usize,
+    /// Rows of rounds that it knows of.
+    rows: usize,
 }
 
 /// The estimate's memory. It grows with the layers that are made known, and not with time.
@@ -80,13 +82,15 @@ pub struct Policy {
     alike: Vec<[f32; 2]>,
     /// The layer that was visited last and its rows.
     now: (usize, usize),
+    /// Rows of all rounds.
+    rows: usize,
 }
 
 impl Policy {
     /// Knows no layer yet.
     pub fn new(rule: Rule) -> Policy {
         let alike = vec![[0.0; 2]; AGES * AVERAGES * AVERAGES];
-        Policy { rule, layers: Vec::new(), round: 0, alike, now: (0, 1) }
+        Policy { rule, layers: Vec::new(), round: 0, alike, now: (0, 1), rows: 0 }
     }
 
     /// Makes a sparse layer and its number of experts known, once; the later ones cost nothing.
@@ -98,6 +102,7 @@ impl Policy {
             self.layers.resize_with(layer + 1, Layer::default);
         }
         self.layers[layer].experts.resize(experts, Expert { averages: [0.0; 2], age: u32::MAX });
+        self.layers[layer].rows = self.rows;
         self.round = 0;
         for layer in &mut self.layers {
             layer.place = self.round;
@@ -125,7 +130,12 @@ impl Policy {
         mut chosen: impl Iterator<Item = (u32, usize)>,
     ) {
         self.now = (layer, rows);
-        let kept = HALF_LIVES.map(|half_life| (-(rows as f32) / half_life).exp2());
+        if self.layers[layer].place == 0 {
+            self.layers.iter_mut().for_each(|layer| layer.pass_by(self.rows));
+            self.rows += rows;
+        }
+        self.layers[layer].rows += rows;
+        let kept = kept(rows);
         let mut next = chosen.next();
         for (e, expert) in self.layers[layer].experts.iter_mut().enumerate() {
             let mut count = 0;
@@ -177,6 +187,28 @@ impl Policy {
     }
 }
 
+/// What `rows` rows leave of the averages.
+fn kept(rows: usize) -> [f32; 2] {
+    HALF_LIVES.map(|half_life| (-(rows as f32) / half_life).exp2())
+}
+
+impl Layer {
+    /// Ages by the rows, of all that there were, that were run without this layer: a draft head
+    /// that rests is not about to be visited. What is alike learns nothing from them.
+    fn pass_by(&mut self, all: usize) {
+        let missed = all.saturating_sub(self.rows);
+        if missed == 0 {
+            return;
+        }
+        self.rows = all;
+        let kept = kept(missed);
+        for Expert { averages, age } in &mut self.experts {
+            averages.iter_mut().zip(kept).for_each(|(average, kept)| *average *= kept);
+            *age = age.saturating_add(u32::try_from(missed).unwrap_or(u32::MAX));
+        }
+    }
+}
+
 impl Expert {
     /// Which experts it is like. The leading bits of a float count steps of about √2.
     fn kind(&self) -> usize {
@@ -212,6 +244,21 @@ mod tests {
         // = 0.0102909, and one of the next ten does with P = 0.098272.
         policy.visit(3, 10, [(1, 5)].into_iter());
         assert!((policy.wait((3, 1)) - 3.0 - 27.5275).abs() < 0.01, "{}", policy.wait((3, 1)));
+    }
+
+    /// Expert 1 of both layers came in one row, then 64 rows ran without layer 1. By hand, with the
+    /// fast average alone: p = (1 − 2^(−1/64)) / 2 and a wait of 2 · (1/p − 1) layers; without those
+    /// rows p, and 1/p, were half.
+    #[test]
+    fn experts_of_a_layer_that_rests_are_needed_ever_less() {
+        let mut policy = Policy::new(Rule { lately: Some(1.0), has_distance: false });
+        [0, 1].into_iter().for_each(|layer| policy.make_known(layer, 2));
+        [0, 1].into_iter().for_each(|layer| policy.visit(layer, 1, [(1, 1)].into_iter()));
+        assert!((policy.wait((1, 1)) - 183.67).abs() < 0.1, "{}", policy.wait((1, 1)));
+        for _ in 0..65 {
+            policy.visit(0, 1, [(1, 1)].into_iter());
+        }
+        assert!((policy.wait((1, 1)) - 369.33).abs() < 0.2, "{}", policy.wait((1, 1)));
     }
 
     /// Every expert comes in two rows behind each other, at random times: one that has come once
