@@ -107,15 +107,26 @@ struct Worker {
     tiles: tiles::Scratch,
 }
 
+/// What [`project`] computes beside the rows of the cache.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Queries {
+    /// Nothing: the batch only has to be seen by later ones.
+    None,
+    /// Queries of attention, and weights of the indexer's heads.
+    Heads,
+    /// The indexer's queries, too.
+    Index,
+}
+
 /// What the indexer's projections give, raw: they share their inputs with those of attention, and
 /// so their stages.
 #[derive(Default)]
 pub struct IndexerRows {
     /// `[T, dI]`
     pub keys: Vec<f32>,
-    /// `[T, nI]`
+    /// `[T, nI]`, only if they were asked for
     pub head_weights: Vec<f32>,
-    /// `[T, nI·dI]`, only if they were asked for
+    /// `[T, nI·dI]`, likewise
     pub queries: Vec<f32>,
 }
 
@@ -128,8 +139,8 @@ pub fn hidden_forms(weights: &weights::Attention, indexer: Option<&Indexer>, row
     }
 }
 
-/// Steps 1 and 2: fills the queries and caches the batch's rows; with an indexer also its
-/// projections, of which queries only `with_queries`.
+/// Steps 1 and 2: caches the batch's rows and fills the `queries` that are asked for; with an indexer
+/// also its projections.
 ///
 /// `hidden [T, D]` is normed; `all` is 0 … T−1.
 #[allow(clippy::too_many_arguments, reason = "the parts of one step, each of its own type")]
@@ -138,7 +149,7 @@ pub fn project(
     stage: &mut Stage,
     weights: &weights::Attention,
     indexer: Option<&Indexer>,
-    with_queries: bool,
+    queries: Queries,
     config: &Config,
     rows_of: Rows<'_>,
     (hidden, all): (&Activations, &[u32]),
@@ -147,34 +158,39 @@ pub fn project(
     index_rows: &mut IndexerRows,
 ) {
     let rows = rows_of.angles.len();
+    let (wk, weights_proj) = indexer.map(|i| (&i.wk, &i.weights_proj)).unzip();
+    // Those of the cache first.
+    let matrices = [Some(&weights.kv_a), wk, Some(&weights.q_a), weights_proj];
+    let matrices = || matrices.iter().flatten();
+    let is_whole = queries != Queries::None;
+    let cached = 1 + wk.is_some() as usize;
     let product = |i: usize| {
-        let matrix = match (i, indexer) {
-            (0, _) => &weights.q_a,
-            (1, _) => &weights.kv_a,
-            (2, Some(indexer)) => &indexer.wk,
-            (_, Some(indexer)) => &indexer.weights_proj,
-            _ => unreachable!("two products without an indexer"),
-        };
-        Product { matrix: matrix.encoded(), x: hidden, tokens: all }
+        let matrix = matrices().nth(i).expect("as many as there are").encoded();
+        Product { matrix, x: hidden, tokens: all }
     };
-    stage.run(compute, if indexer.is_some() { 4 } else { 2 }, product);
+    stage.run(compute, if is_whole { matrices().count() } else { cached }, product);
     let kv_dim = config.kv_lora_rank + config.qk_rope_head_dim;
-    let q_raw = fit(&mut scratch.q_raw, rows * config.q_lora_rank, 0.0);
     let kv_rows = fit(&mut scratch.kv_rows, rows * kv_dim, 0.0);
-    stage.copy(compute, 0, q_raw);
-    stage.copy(compute, 1, kv_rows);
-    if let Some(indexer) = indexer {
-        let keys = fit(&mut index_rows.keys, rows * indexer.wk.source.rows, 0.0);
-        stage.copy(compute, 2, keys);
-        let heads = indexer.weights_proj.source.rows;
-        stage.copy(compute, 3, fit(&mut index_rows.head_weights, rows * heads, 0.0));
+    stage.copy(compute, 0, kv_rows);
+    if let Some(wk) = wk {
+        stage.copy(compute, 1, fit(&mut index_rows.keys, rows * wk.source.rows, 0.0));
     }
     cache_rows(compute.arithmetic, weights, config, rows_of, kv_rows, batch);
+    if !is_whole {
+        return;
+    }
+    let q_raw = fit(&mut scratch.q_raw, rows * config.q_lora_rank, 0.0);
+    stage.copy(compute, cached, q_raw);
+    if let Some(weights_proj) = weights_proj {
+        let head_weights = &mut index_rows.head_weights;
+        let head_weights = fit(head_weights, rows * weights_proj.source.rows, 0.0);
+        stage.copy(compute, cached + 1, head_weights);
+    }
 
     add_bias(q_raw, weights.q_a_bias.as_ref());
     let q_latent = fit(&mut scratch.q_latent, q_raw.len(), 0.0);
     crate::ops::rms_norm(compute, q_raw, &weights.q_a_norm, config.rms_norm_eps, q_latent);
-    let wq_b = indexer.filter(|_| with_queries).map(|indexer| &indexer.wq_b);
+    let wq_b = indexer.filter(|_| queries == Queries::Index).map(|indexer| &indexer.wq_b);
     let mut forms = Forms::of_rows(rows).and(weights.q_b.source.format);
     if let Some(wq_b) = wq_b {
         forms = forms.and(wq_b.source.format);

@@ -63,6 +63,17 @@ pub struct Counters {
     pub forwards: u64,
 }
 
+/// What a pass took.
+#[derive(Clone, Copy, Default)]
+pub struct Times {
+    /// Bringing the draft head up to the text, after others drafted or it rested.
+    pub catching_up: Duration,
+    /// Finding the drafts.
+    pub guessing: Duration,
+    /// The pass over them.
+    pub pass: Duration,
+}
+
 /// Measurements that count.
 const RECENT: usize = 8;
 
@@ -104,7 +115,9 @@ struct Record {
     has_guess: bool,
     /// Passes until the other way than usual is tried.
     wait: u32,
-    /// Whether this is such a trial of drafts that do not pay.
+    /// Whether its drafts did not pay when they were last asked for.
+    rests: bool,
+    /// Whether the pass to come is a trial of such drafts.
     is_trial: bool,
 }
 
@@ -117,6 +130,7 @@ impl Default for Record {
             pass_s: Default::default(),
             has_guess: false,
             wait: PAUSE_PASSES,
+            rests: false,
             is_trial: false,
         }
     }
@@ -138,6 +152,7 @@ impl Record {
         let pays = self.rate(best) > gain_min * self.rate(0);
         let (usual, other, pause) =
             if pays { (best, 0, WITHOUT_PASSES) } else { (0, 1, PAUSE_PASSES) };
+        self.rests = !pays;
         self.is_trial = self.wait == 0 && !pays;
         if self.wait > 0 {
             self.wait -= 1;
@@ -166,17 +181,17 @@ impl Record {
         known.map_or(none, |(known, s)| none + (s - none).max(0.0) * count as f64 / known as f64)
     }
 
-    /// Takes note of drafts that took `guess_s` to find, of which the first `accepted` were right,
-    /// and of the pass over them.
-    fn add(&mut self, proposed: usize, accepted: usize, guess_s: f64, pass_s: f64) {
-        self.guess_s.add(guess_s / proposed as f64);
+    /// Takes note of drafts, of which the first `accepted` were right.
+    fn add(&mut self, proposed: usize, accepted: usize, times: Times) {
+        self.guess_s.add(times.guessing.as_secs_f64() / proposed as f64);
         for (place, share) in self.accepted[..proposed.min(accepted + 1)].iter_mut().enumerate() {
             let right = if place < accepted { 1.0 } else { 0.0 };
             *share += NEW * (right - *share);
         }
         if self.is_trial {
             let usual_s = self.pass_s(0);
-            let lost_s = guess_s + pass_s - (1 + accepted) as f64 * usual_s;
+            let taken = times.catching_up + times.guessing + times.pass;
+            let lost_s = taken.as_secs_f64() - (1 + accepted) as f64 * usual_s;
             self.wait = self.wait.max((lost_s / (TRIALS_SHARE * usual_s)) as u32);
         }
     }
@@ -210,29 +225,33 @@ impl Drafter {
         }
     }
 
+    /// Whether drafts of `source` do not pay now, but for a trial now and then.
+    pub fn rests(&self, source: Source) -> bool {
+        self.records[source as usize].rests
+    }
+
     /// Takes note of a pass: `proposed` drafts of `source`, of which the first `accepted` were
-    /// right. `times` are what it took to find them and the pass, if that tells what drafts cost;
-    /// `has_read` tells whether the pass read experts.
+    /// right. `times` are known if they tell what drafts cost; `has_read` tells whether the pass
+    /// read experts.
     pub fn record(
         &mut self,
         source: Option<Source>,
         [proposed, accepted]: [usize; 2],
-        times: Option<[Duration; 2]>,
+        times: Option<Times>,
         has_read: bool,
     ) {
         self.counters.proposed += proposed as u64;
         self.counters.accepted += accepted as u64;
         self.counters.forwards += 1;
         let Some(times) = times else { return };
-        let [guess_s, pass_s] = times.map(|time| time.as_secs_f64());
         self.reading += NEW * (f64::from(u8::from(has_read)) - self.reading);
         for (place, record) in self.records.iter_mut().enumerate() {
             let is_used = source.is_some_and(|source| source as usize == place);
             if std::mem::take(&mut record.has_guess) && (is_used || proposed == 0) {
-                record.pass_s[proposed].add(pass_s);
+                record.pass_s[proposed].add(times.pass.as_secs_f64());
             }
             if is_used && proposed > 0 {
-                record.add(proposed, accepted, guess_s, pass_s);
+                record.add(proposed, accepted, times);
             }
         }
     }
@@ -265,16 +284,21 @@ mod tests {
         assert_eq!(look_up(&[], 3), [0u32; 0]);
     }
 
+    /// A pass of so many milliseconds, with guesses of so many.
+    fn times(guess_ms: u64, pass_ms: u64) -> Option<Times> {
+        let [guessing, pass] = [guess_ms, pass_ms].map(Duration::from_millis);
+        Some(Times { guessing, pass, ..Times::default() })
+    }
+
     /// Runs a source for some passes with a clock that is made up: passes over n rows take
     /// `pass_ms(n)`, a guess takes 1 ms, and the first `right` drafts are right.
     fn counts(passes: usize, right: usize, pass_ms: impl Fn(usize) -> u64) -> Vec<usize> {
         let mut drafter = Drafter::new(None);
-        let ms = Duration::from_millis;
         (0..passes)
             .map(|_| {
                 let count = drafter.count(Source::Head, 5);
-                let times = [ms(count as u64), ms(pass_ms(count + 1))];
-                drafter.record(Some(Source::Head), [count, count.min(right)], Some(times), false);
+                let times = times(count as u64, pass_ms(count + 1));
+                drafter.record(Some(Source::Head), [count, count.min(right)], times, false);
                 count
             })
             .collect()
@@ -314,12 +338,11 @@ mod tests {
     #[test]
     fn passes_over_other_text_do_not_count() {
         let mut drafter = Drafter::new(None);
-        let ms = Duration::from_millis;
         let drafted = |pass: usize| {
             let has_guess = pass.is_multiple_of(2);
             let count = if has_guess { drafter.count(Source::Lookup, 1) } else { 0 };
             let pass_ms = if has_guess { [10, 22][count] } else { 30 };
-            drafter.record(Some(Source::Lookup), [count, count], Some([ms(0), ms(pass_ms)]), false);
+            drafter.record(Some(Source::Lookup), [count, count], times(0, pass_ms), false);
             count
         };
         let counts: Vec<usize> = (0..2000).map(drafted).collect();
@@ -332,10 +355,9 @@ mod tests {
     fn drafts_must_promise_more_where_experts_are_read() {
         for (has_read, range) in [(false, 800..=960), (true, 10..=120)] {
             let mut drafter = Drafter::new(None);
-            let ms = Duration::from_millis;
             let drafted = |pass: usize| {
                 let count = drafter.count(Source::Lookup, 1);
-                let times = Some([ms(0), ms(100 + 25 * count as u64)]);
+                let times = times(0, 100 + 25 * count as u64);
                 let counts = [count, count.min(pass % 2)];
                 drafter.record(Some(Source::Lookup), counts, times, has_read);
                 count

@@ -10,7 +10,7 @@ use crate::bail;
 use crate::config::Config;
 use crate::cpu::{self, Isa};
 use crate::disk::{self, Direct};
-use crate::draft::{self, DRAFTS_MAX, Drafter};
+use crate::draft::{self, DRAFTS_MAX, Drafter, Source};
 use crate::error::{Context, Result};
 use crate::experts::usage::Usage;
 use crate::experts::view::View;
@@ -113,6 +113,8 @@ impl Options {
 /// Hidden states that wait for the draft head at most, beside those of one batch: together they
 /// cost it hardly more than one.
 const ABSORB_ROWS: usize = 64;
+/// The last of them that are kept while it rests: it sees the text before in these.
+const REST_ROWS: usize = 16;
 
 /// Control tokens that end the model's turn, beside the configured end-of-sequence ids.
 const STOP_TOKENS: [&str; 3] = ["<|endoftext|>", "<|user|>", "<|observation|>"];
@@ -363,9 +365,12 @@ impl Engine {
 /// How far a session's draft head is.
 #[derive(Clone, Default)]
 struct Head {
-    /// Rows in its cache: row p is made of position p and the token of position p + 1.
+    /// Position of its first row: it knows nothing of the text before, which was run while it
+    /// rested, or came from a file without it.
+    first: usize,
+    /// Rows in its cache: row r is made of position first + r and the token of the next one.
     rows: usize,
-    /// `[committed tokens − rows, D]` hidden states of the positions behind those.
+    /// `[committed tokens − next(), D]` hidden states of the positions behind those.
     hidden: Vec<f32>,
     /// The token that the row behind was made with for a draft; it is right if that token came.
     assumed: Option<u32>,
@@ -374,11 +379,23 @@ struct Head {
 }
 
 impl Head {
+    /// Position of the next row.
+    fn next(&self) -> usize {
+        self.first + self.rows
+    }
+
     /// Forgets what lies behind the first `tokens` positions, of which the session recomputes none.
     fn truncate(&mut self, tokens: usize, width: usize) {
-        self.assumed = self.assumed.filter(|_| self.rows < tokens);
-        self.rows = self.rows.min(tokens);
-        self.hidden.truncate((tokens - self.rows) * width);
+        self.assumed = self.assumed.filter(|_| self.next() < tokens);
+        self.first = self.first.min(tokens);
+        self.rows = self.rows.min(tokens - self.first);
+        self.hidden.truncate((tokens - self.next()) * width);
+    }
+
+    /// Begins anew at position `first`, whose hidden state waits.
+    fn begin_at(&mut self, first: usize, width: usize) {
+        self.hidden.drain(..(first - self.next()) * width);
+        (self.first, self.rows, self.assumed) = (first, 0, None);
     }
 }
 
@@ -427,7 +444,7 @@ impl Session<'_> {
             let is_last = chunk.len() == rest.len();
             let wanted = if is_last { chunk.len() - 1..chunk.len() } else { 0..0 };
             self.forward(chunk, wanted, observer, |_, _, _| Ok(()))?;
-            self.absorb(ABSORB_ROWS)?;
+            self.follow()?;
         }
         Ok(&self.logits)
     }
@@ -438,7 +455,7 @@ impl Session<'_> {
         // The draft head's row of the last kept position is made of a token that changes now, and
         // of a hidden state that is gone if that row was made already.
         match &self.head {
-            Some(head) if kept < self.tokens.len() && kept <= head.rows => kept.saturating_sub(1),
+            Some(head) if kept < self.tokens.len() && kept <= head.next() => kept.saturating_sub(1),
             _ => kept,
         }
     }
@@ -446,13 +463,22 @@ impl Session<'_> {
     /// Keeps only the first `count` committed tokens.
     fn truncate(&mut self, count: usize) {
         self.tokens.truncate(count);
-        if count == 0 && self.head.is_none() {
-            // A file without rows of the head took it away; nothing of that is left.
-            self.head = self.engine.model.weights.mtp.as_ref().map(|_| Head::default());
-        }
         if let Some(head) = &mut self.head {
             head.truncate(count, self.engine.model.config.hidden_size);
         }
+    }
+
+    /// Lets the draft head keep up with the committed tokens, many at a time. While it rests, it
+    /// gets nothing: that would cost as much as some of the drafts that do not pay.
+    fn follow(&mut self) -> Result<()> {
+        let Session { engine, tokens, head: Some(head), drafter, .. } = self else { return Ok(()) };
+        if !drafter.rests(Source::Head) {
+            return self.absorb(ABSORB_ROWS);
+        }
+        if tokens.len() - head.next() > ABSORB_ROWS {
+            head.begin_at(tokens.len() - REST_ROWS, engine.model.config.hidden_size);
+        }
+        Ok(())
     }
 
     /// Hands the draft head every hidden state whose next token is committed, if they are at least
@@ -461,8 +487,8 @@ impl Session<'_> {
         let Session { engine, kv, tokens, head: Some(head), .. } = self else { return Ok(()) };
         let Engine { model, runtime, options, .. } = engine;
         let width = model.config.hidden_size;
-        let mut count = (tokens.len() - head.rows).saturating_sub(1);
-        if count > 0 && head.assumed.take() == Some(tokens[head.rows + 1]) {
+        let mut count = (tokens.len() - head.next()).saturating_sub(1);
+        if count > 0 && head.assumed.take() == Some(tokens[head.next() + 1]) {
             head.rows += 1;
             head.hidden.drain(..width);
             count -= 1;
@@ -472,7 +498,7 @@ impl Session<'_> {
         }
         let mut runtime = runtime.lock().unwrap_or_else(PoisonError::into_inner);
         // What a chunk was handed for is done with, also when the next one fails.
-        for tokens in tokens[head.rows + 1..].chunks(options.chunk_rows) {
+        for tokens in tokens[head.next() + 1..].chunks(options.chunk_rows) {
             let hidden = tokens.len() * width;
             model.absorb(tokens, head.rows, &head.hidden[..hidden], kv, &mut runtime)?;
             head.rows += tokens.len();
@@ -511,7 +537,7 @@ impl Session<'_> {
         for chunk in tokens[self.tokens.len()..].chunks(self.engine.options.chunk_rows) {
             let unwanted = first.saturating_sub(self.tokens.len()).min(chunk.len());
             self.forward(chunk, unwanted..chunk.len(), observer, |_, logits, _| sink(logits))?;
-            self.absorb(ABSORB_ROWS)?;
+            self.follow()?;
         }
         Ok(())
     }

@@ -6,7 +6,7 @@
 
 #![forbid(unsafe_code)]
 
-use crate::attention;
+use crate::attention::{self, Queries};
 use crate::bail;
 use crate::config::Config;
 use crate::error::{Context, Error, Result};
@@ -277,7 +277,8 @@ impl Model {
         let config = &self.config;
         let selects = layer.indexer.is_some() && !keeps_selection;
         let chooses = selects && indexer::must_choose(config, batch);
-        self.project(pass, chooses, batch, compute, scratch);
+        let queries = if chooses { Queries::Index } else { Queries::Heads };
+        self.project(pass, queries, batch, compute, scratch);
         let Scratch { x, delta, angles, all, stage, selection, .. } = scratch;
         let (attn, idx) = (&mut scratch.attention, &mut scratch.indexer);
         let (all, delta) = (&all[..rows], fit(delta, rows * config.hidden_size, 0.0));
@@ -306,12 +307,11 @@ impl Model {
         Ok(())
     }
 
-    /// Queries, and the rows of the cache: latents, and index keys where there is an indexer. Index
-    /// queries only if keys are to be chosen.
+    /// The rows of the cache: latents, and index keys where there is an indexer; and `queries`.
     fn project(
         &self,
         Pass { layer, index, rows, .. }: Pass<'_>,
-        chooses: bool,
+        queries: Queries,
         batch: &mut [Sequence<'_>],
         compute: &mut Compute,
         scratch: &mut Scratch,
@@ -328,7 +328,7 @@ impl Model {
             stage,
             &layer.attention,
             indexer,
-            chooses,
+            queries,
             config,
             rows_of,
             (input, &all[..rows]),

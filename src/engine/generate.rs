@@ -7,8 +7,8 @@
 
 #![forbid(unsafe_code)]
 
-use super::{ABSORB_ROWS, Engine, Finish, Session};
-use crate::draft::{self, DRAFTS_MAX, Source};
+use super::{Engine, Finish, Session};
+use crate::draft::{self, DRAFTS_MAX, Source, Times};
 use crate::error::{Error, Result};
 use crate::kv::Sequence;
 use crate::model::{Observer, Scratch};
@@ -97,7 +97,7 @@ struct Rows {
     is_step: bool,
     /// Where the drafts are from, and what it took to find them.
     source: Option<Source>,
-    guessing: Duration,
+    times: Times,
 }
 
 impl Rows {
@@ -214,7 +214,6 @@ impl Member<'_, '_> {
             generation.finish = Some(Finish::Length);
             return Ok(rows);
         };
-        let start = Instant::now();
         let most = room.min(generation.most_tokens - generation.tokens.len() - 1);
         // What a pass costs is shared by all, and so tells nothing of the drafts of one.
         let is_drafting = is_alone || session.engine.options.drafts.is_some();
@@ -222,10 +221,9 @@ impl Member<'_, '_> {
         rows.is_step = true;
         let forced = chooser.forced(most.min(DRAFTS_MAX))?;
         let known = generation.tokens.len();
-        let found = session.guess(&mut generation.tokens, &forced, most, *chooser, &mut rows.batch);
+        let found = session.guess(&mut generation.tokens, &forced, most, *chooser, &mut rows);
         generation.tokens.truncate(known);
         rows.source = found?;
-        rows.guessing = start.elapsed();
         rows.wanted = 0..rows.batch.len();
         Ok(rows)
     }
@@ -258,13 +256,13 @@ impl Member<'_, '_> {
     /// whether it read experts.
     fn note(&mut self, rows: &Rows, pass: Option<Duration>, has_read: bool) -> Result<()> {
         if !rows.is_step {
-            return self.session.absorb(ABSORB_ROWS);
+            return self.session.follow();
         }
         let drafts = &rows.batch[1..];
         let wrong = rows.batch.len() + rows.start - self.session.tokens.len();
         let accepted = drafts.len() - wrong;
         self.observer.drafted(rows.start + 1, drafts, accepted);
-        let times = pass.map(|pass| [rows.guessing, pass]);
+        let times = pass.map(|pass| Times { pass, ..rows.times });
         let counts = [drafts.len(), accepted];
         self.session.drafter.record(rows.source, counts, times, has_read);
         Ok(())
@@ -304,16 +302,16 @@ impl Session<'_> {
         }
     }
 
-    /// Fills `batch` with the last of `tokens`, whose others are committed, and at most `most` that
-    /// may follow it, `forced` ones first; says where those are from. Guesses of the head are left
-    /// behind `tokens`.
+    /// Fills the batch of `rows` with the last of `tokens`, whose others are committed, and at most
+    /// `most` that may follow it, `forced` ones first; says where those are from. Guesses of the
+    /// head are left behind `tokens`.
     fn guess(
         &mut self,
         tokens: &mut Vec<u32>,
         forced: &[u32],
         most: usize,
         chooser: &mut dyn Choose,
-        batch: &mut Vec<u32>,
+        Rows { batch, times, .. }: &mut Rows,
     ) -> Result<Option<Source>> {
         batch.push(tokens[tokens.len() - 1]);
         let has_head = self.head.is_some();
@@ -330,9 +328,13 @@ impl Session<'_> {
         }
         let count = if has_head { self.drafter.count(Source::Head, most) } else { 0 };
         if count == 0 {
-            self.absorb(ABSORB_ROWS)?;
+            self.follow()?;
             return Ok(None);
         }
+        let start = Instant::now();
+        // More than what a pass with drafts leaves was left while there were none.
+        self.absorb(DRAFTS_MAX + 2)?;
+        times.catching_up = start.elapsed();
         self.absorb(1)?;
         let Session { engine, kv, logits, head: Some(head), .. } = self else { return Ok(None) };
         let Engine { model, runtime, .. } = engine;
@@ -350,6 +352,7 @@ impl Session<'_> {
             })?;
         }
         head.assumed = Some(batch[0]);
+        times.guessing = start.elapsed() - times.catching_up;
         Ok(Some(Source::Head))
     }
 }

@@ -49,8 +49,8 @@ impl Engine {
     }
 
     /// The session that `path` holds; `None` if there is no file, or nothing valid behind its
-    /// header. Drafts go on where they were, if every record was saved with a draft head; otherwise
-    /// this session has none from the head. Errors: those of [`Journal::open`]; more tokens than
+    /// header. The draft head goes on where it was, if every record was saved with it; otherwise it
+    /// begins behind what was restored. Errors: those of [`Journal::open`]; more tokens than
     /// fit the context.
     pub fn restore(&self, path: &Path) -> Result<Option<(Session<'_>, Restored)>> {
         let mut session = self.session()?;
@@ -78,7 +78,12 @@ impl Session<'_> {
         }
         self.clear();
         let hidden = journal.load(&mut self.kv)?;
-        self.head = hidden.map(|hidden| Head { rows: tokens - 1, hidden, ..Head::default() });
+        if let Some(head) = &mut self.head {
+            *head = match hidden {
+                Some(hidden) => Head { rows: tokens - 1, hidden, ..Head::default() },
+                None => Head { first: tokens, ..Head::default() },
+            };
+        }
         self.tokens.extend_from_slice(journal.tokens());
         let age = (UNIX_EPOCH + Duration::from_secs(journal.saved_at())).elapsed();
         self.journal = Some(journal);
@@ -88,8 +93,10 @@ impl Session<'_> {
     /// Makes the committed timeline what `path` holds, by appending what is new in it. Errors name
     /// the file, which then holds what it held before; the session can go on.
     pub fn save(&mut self, path: &Path) -> Result<Saved> {
-        // The head's row of every token whose next one is known.
-        self.absorb(1)?;
+        if self.head.as_ref().is_some_and(|head| head.first == 0) {
+            // The head's row of every token whose next one is known.
+            self.absorb(1)?;
+        }
         let bytes_written = self.save_file(path).context(|| path.display())?;
         Ok(Saved { tokens: self.tokens.len(), bytes_written })
     }
@@ -107,8 +114,8 @@ impl Session<'_> {
             Some(journal) => journal,
             None => Journal::open_or_create(path, self.engine.saved_shape()?)?,
         };
-        let head = self.head.as_ref().map(|head| &head.hidden[..]);
-        let head = head.filter(|hidden| hidden.len() == self.engine.model.config.hidden_size);
+        let whole = self.head.as_ref().filter(|head| head.first == 0);
+        let head = whole.map(|head| &head.hidden[..]);
         let timeline = Timeline { tokens: &self.tokens, kv: &self.kv, head };
         self.journal.insert(journal).save(&timeline)
     }

@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 use super::{Model, Pass, Runtime};
+use crate::attention::Queries;
 use crate::config::Config;
 use crate::error::{Context, Result};
 use crate::kernels::{Activations, Forms, fit};
@@ -40,7 +41,8 @@ impl Scratch {
 
 impl Model {
     /// Caches the rows of known pairs from row `first` on: `hidden [T, D]` and the `tokens [T]`
-    /// behind them. The head must be there.
+    /// behind them. The head must be there. Where its rows begin behind the start of the text, they
+    /// count from there: attention knows distances only.
     pub fn absorb(
         &self,
         tokens: &[u32],
@@ -52,7 +54,7 @@ impl Model {
         let batch = &mut [Sequence::new(tokens, first, kv)];
         let pass = self.enter(batch, hidden, runtime)?;
         let Runtime { compute, scratch, .. } = runtime;
-        self.project(pass, false, batch, compute, scratch);
+        self.project(pass, Queries::None, batch, compute, scratch);
         Ok(())
     }
 
