@@ -44,8 +44,19 @@ fn generate(
     count: usize,
     params: Params,
 ) -> (Vec<u32>, Drafted) {
+    generate_without(Vec::new(), session, prompt, count, params)
+}
+
+/// The same where some tokens must not come.
+fn generate_without(
+    never: Vec<u32>,
+    session: &mut Session<'_>,
+    prompt: &[u32],
+    count: usize,
+    params: Params,
+) -> (Vec<u32>, Drafted) {
     let vocab = session.engine().config().vocab_size;
-    let mut sampler = Sampler::new(params, vocab, Vec::new()).unwrap();
+    let mut sampler = Sampler::new(params, vocab, never).unwrap();
     let (mut ids, mut drafted) = (Vec::new(), Drafted::default());
     let push = |id, _: &mut Drafted| {
         ids.push(id);
@@ -219,6 +230,76 @@ fn two_drafts_of_a_trained_head_are_worth_what_its_training_measured() {
         }
         let worth = tokens as f64 / passes as f64;
         assert!(worth > bound, "{worth} tokens a pass");
+    }
+}
+
+/// Σ (a − b)² / (a + b) of two histograms of as many draws each: chi-square with a degree of freedom
+/// less than there are values, if both are of one distribution.
+fn chi_square(a: &[f64], b: &[f64]) -> f64 {
+    let cells = a.iter().zip(b).filter(|(a, b)| *a + *b > 0.0);
+    cells.map(|(a, b)| (a - b).powi(2) / (a + b)).sum()
+}
+
+/// 200,000 tokens drawn with two drafts a pass and as many without, from other seeds, in replies
+/// of four: at each place of the reply both have one distribution, and at the second and third,
+/// which are the first that are drafted, it is the exact one. The fixture's head knows nothing, so
+/// only six tokens are allowed, of which it hits the right one often enough. The bound is the 0.9999
+/// quantile of chi-square with five degrees of freedom.
+#[test]
+fn drafts_keep_the_distribution_of_what_is_drawn() {
+    const REPLIES: u64 = 50_000;
+    const PLACES: usize = 4;
+    const TOKENS: usize = 6;
+    const BOUND: f64 = 25.7;
+    const TEMPERATURE: f64 = 8.0;
+    let never: Vec<u32> = (TOKENS as u32..96).collect();
+    let prompt = &prompt()[..3];
+    let options = |drafts| Options { threads: 1, ..options(drafts) };
+    let count = |drafts: usize, first_seed: u64| {
+        let engine = open(&fixture(HEAD), options(Some(drafts)));
+        let mut session = engine.session().unwrap();
+        let mut counts = [[0.0; TOKENS]; PLACES];
+        for seed in first_seed..first_seed + REPLIES {
+            let params = Params { temperature: TEMPERATURE, seed, ..Params::GREEDY };
+            let never = never.clone();
+            let (ids, _) = generate_without(never, &mut session, prompt, PLACES, params);
+            ids.iter().zip(&mut counts).for_each(|(id, counts)| counts[*id as usize] += 1.0);
+        }
+        (counts, session.draft_counters())
+    };
+    let (plain, _) = count(0, 0);
+    let (drafted, counters) = count(2, REPLIES);
+    // Both fates are frequent, or this would say nothing.
+    let draws = REPLIES * PLACES as u64;
+    assert!(counters.accepted > draws / 20, "{counters:?}");
+    assert!(counters.proposed - counters.accepted > draws / 20, "{counters:?}");
+    for (place, (plain, drafted)) in plain.iter().zip(&drafted).enumerate() {
+        let statistic = chi_square(plain, drafted);
+        assert!(statistic < BOUND, "place {place}: {statistic}");
+    }
+
+    let engine = open(&fixture(HEAD), options(Some(0)));
+    let mut session = engine.session().unwrap();
+    let mut probabilities = |reply: &[u32]| -> Vec<f64> {
+        let logits = session.advance(&[prompt, reply].concat(), &mut Unobserved).unwrap();
+        let scaled = logits[..TOKENS].iter().map(|logit| f64::from(*logit) / TEMPERATURE);
+        let weights: Vec<f64> = scaled.map(f64::exp).collect();
+        let sum: f64 = weights.iter().sum();
+        weights.iter().map(|weight| weight / sum).collect()
+    };
+    let mut exact = [[0.0; TOKENS]; 2];
+    for (first, p) in (0..).zip(probabilities(&[])) {
+        for (second, q) in (0..).zip(probabilities(&[first])) {
+            exact[0][second as usize] += p * q;
+            let third = probabilities(&[first, second]);
+            exact[1].iter_mut().zip(third).for_each(|(sum, r)| *sum += p * q * r);
+        }
+    }
+    for (place, exact) in (1..).zip(exact) {
+        let expected = exact.map(|p| p * REPLIES as f64);
+        let terms = drafted[place].iter().zip(expected).map(|(n, want)| (n - want).powi(2) / want);
+        let statistic: f64 = terms.sum();
+        assert!(statistic < BOUND, "place {place}: {statistic}");
     }
 }
 
