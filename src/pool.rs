@@ -4,6 +4,10 @@
 //! slice cut into parts; every part is handed to exactly one worker as a `&mut` slice, and the
 //! call returns when all are done. Which worker computes a part never shows in its result.
 //!
+//! The caller waits for no worker that has not begun: it does all that is left, and closes the stage.
+//! Else a worker that the scheduler wakes late, or on the caller's own core, would hold up every
+//! stage.
+//!
 //! Between stages a worker spins for a moment, because the next stage of a forward pass follows
 //! within microseconds, and then parks: an idle engine uses no CPU. Threads are not pinned, so two
 //! processes on one machine share its cores as the scheduler likes. A panic in any worker reaches
@@ -30,16 +34,25 @@ type Job = dyn Fn(usize) + Sync;
 
 /// What the caller and the workers share.
 struct Shared {
-    /// Number of the current stage; a change is the signal to start.
-    stage: AtomicUsize,
-    /// The current stage, valid from the change of `stage` until `running` is 0 again.
+    /// The number of the current stage in steps of [`STAGE`], whether it is [`OPEN`], and below that
+    /// the workers inside.
+    gate: AtomicUsize,
+    /// The current stage, valid while the gate is open or a worker is inside.
     job: Mutex<Option<JobPointer>>,
-    /// Workers that have not finished the current stage.
-    running: AtomicUsize,
     /// The caller, when it waits without spinning.
     caller: Mutex<Option<Thread>>,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     stop: AtomicBool,
+}
+
+/// Bit of the gate: workers may still go in.
+const OPEN: usize = 1 << 16;
+/// Step of the gate from one stage to the next.
+const STAGE: usize = OPEN << 1;
+
+/// Workers inside a gate.
+fn inside(gate: usize) -> usize {
+    gate % OPEN
 }
 
 #[derive(Clone, Copy)]
@@ -69,9 +82,8 @@ impl Pool {
     pub fn new(threads: usize) -> Pool {
         assert!(threads > 0, "a pool has at least the caller");
         let shared = Arc::new(Shared {
-            stage: AtomicUsize::new(0),
+            gate: AtomicUsize::new(0),
             job: Mutex::new(None),
-            running: AtomicUsize::new(0),
             caller: Mutex::new(None),
             panic: Mutex::new(None),
             stop: AtomicBool::new(false),
@@ -129,7 +141,7 @@ impl Pool {
         }
         let (data, scratch) = (Base(data.as_mut_ptr()), Base(scratch.as_mut_ptr()));
         self.run(&|worker| {
-            // SAFETY: `run` calls this once per worker index, each below the asserted length of
+            // SAFETY: `run` calls this at most once per worker index, each below the asserted length of
             // `scratch`, and returns before the borrow of `scratch` ends: no other reference to
             // this element exists.
             let scratch = unsafe { &mut *scratch.at(worker) };
@@ -169,18 +181,19 @@ impl Pool {
         }
     }
 
-    /// Runs `job(worker)` once on every worker and waits for all of them.
+    /// Runs `job(worker)` on the caller, and once on every worker that comes before the caller is
+    /// done; waits for those. Any one of them does all that the others leave.
     fn run(&self, job: &(dyn Fn(usize) + Sync)) {
         let shared = &*self.shared;
-        // SAFETY: only the lifetime is erased. Workers use the pointer between the change of
-        // `stage` and their decrement of `running`, and this call does not return (nor unwind)
-        // before `running` is 0, so the job outlives every use.
+        // SAFETY: only the lifetime is erased. Workers use the pointer between going in, which they
+        // can while the gate is open, and going out, and this call does not return (nor unwind)
+        // before the gate is closed and nobody is inside, so the job outlives every use.
         let job: &'static Job = unsafe { std::mem::transmute(job) };
         *lock(&shared.job) = Some(JobPointer(job));
-        shared.running.store(self.workers.len(), Ordering::Relaxed);
-        shared.stage.fetch_add(1, Ordering::Release);
+        shared.gate.fetch_add(STAGE | OPEN, Ordering::Release);
         self.workers.iter().for_each(|worker| worker.thread().unpark());
         let own = catch_unwind(AssertUnwindSafe(|| job(0)));
+        shared.gate.fetch_sub(OPEN, Ordering::AcqRel);
         self.wait();
         let theirs = lock(&shared.panic).take();
         if let Some(payload) = own.err().or(theirs) {
@@ -188,10 +201,10 @@ impl Pool {
         }
     }
 
-    /// Waits until no worker runs.
+    /// Waits until no worker is inside.
     fn wait(&self) {
         let shared = &*self.shared;
-        let running = || shared.running.load(Ordering::Acquire) > 0;
+        let running = || inside(shared.gate.load(Ordering::Acquire)) > 0;
         if spin_while(running) {
             return;
         }
@@ -221,7 +234,7 @@ impl<T> Base<T> {
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Relaxed);
-        self.shared.stage.fetch_add(1, Ordering::Release);
+        self.shared.gate.fetch_add(STAGE, Ordering::Release);
         for worker in self.workers.drain(..) {
             worker.thread().unpark();
             // A worker catches every panic of a job, so it has nothing to report here.
@@ -254,23 +267,32 @@ fn spin_while(condition: impl Fn() -> bool) -> bool {
 fn work(shared: &Shared, worker: usize) {
     let mut seen = 0;
     loop {
-        let waits = || shared.stage.load(Ordering::Acquire) == seen;
+        let stage = || shared.gate.load(Ordering::Acquire) / STAGE;
+        let waits = || stage() == seen;
         if !spin_while(waits) {
             while waits() {
                 thread::park();
             }
         }
-        seen = shared.stage.load(Ordering::Acquire);
+        seen = stage();
         if shared.stop.load(Ordering::Relaxed) {
             return;
         }
+        let enter = |gate: usize| {
+            let is_open = gate / STAGE == seen && gate & OPEN != 0;
+            is_open.then_some(gate + 1)
+        };
+        if shared.gate.fetch_update(Ordering::AcqRel, Ordering::Acquire, enter).is_err() {
+            continue;
+        }
         let job = lock(&shared.job).expect("a stage has a job");
-        // SAFETY: `Pool::run` waits for this worker's decrement of `running` below.
+        // SAFETY: `Pool::run` waits until this worker, who went in while the gate was open, goes out.
         let job: &Job = unsafe { &*job.0 };
         if let Err(payload) = catch_unwind(AssertUnwindSafe(|| job(worker))) {
             lock(&shared.panic).get_or_insert(payload);
         }
-        if shared.running.fetch_sub(1, Ordering::AcqRel) == 1
+        let gate = shared.gate.fetch_sub(1, Ordering::AcqRel);
+        if inside(gate) == 1
             && let Some(caller) = &*lock(&shared.caller)
         {
             caller.unpark();
