@@ -66,7 +66,7 @@ pub struct Counters {
 /// What a pass took.
 #[derive(Clone, Copy, Default)]
 pub struct Times {
-    /// Bringing the draft head up to the text, after others drafted or it rested.
+    /// Bringing the draft head into memory and up to the text, after others drafted or it rested.
     pub catching_up: Duration,
     /// Finding the drafts.
     pub guessing: Duration,

@@ -113,8 +113,9 @@ impl Options {
 /// Hidden states that wait for the draft head at most, beside those of one batch: together they
 /// cost it hardly more than one.
 const ABSORB_ROWS: usize = 64;
-/// The last of them that are kept while it rests: it sees the text before in these.
-const REST_ROWS: usize = 16;
+/// The last of them that are kept while it rests: it sees the text before in these. More than what a
+/// pass with drafts leaves behind.
+const REST_ROWS: usize = 32;
 
 /// Control tokens that end the model's turn, beside the configured end-of-sequence ids.
 const STOP_TOKENS: [&str; 3] = ["<|endoftext|>", "<|user|>", "<|observation|>"];
@@ -184,20 +185,24 @@ impl Engine {
             weights.mtp = None;
         }
         let plan = options.plan(&config, &weights, Available::now().as_ref())?;
-        let mut store = ExpertStore::new(plan.expert_bytes, plan.largest_expert_bytes)?;
+        // The draft head is among the experts while it is in use.
+        let head_bytes = weights.head_bytes();
+        let store_bytes = plan.expert_bytes + head_bytes;
+        let mut store = ExpertStore::new(store_bytes, plan.largest_expert_bytes)?;
         let view = Arc::new(View::new(weights.all_layers().map(|(_, layer)| layer.experts())));
         store.show(Arc::clone(&view));
-        weights.load(&directory, |bytes| progress(bytes, plan.resident_bytes))?;
+        let load_bytes = plan.resident_bytes - head_bytes;
+        weights.load(&directory, |bytes| progress(bytes, load_bytes))?;
         let model = Model::new(config, directory, weights);
         let compute = Compute::new(options.threads, options.isa);
-        let runtime = Mutex::new(Runtime { compute, store, scratch: Scratch::default() });
+        let runtime = Runtime { compute, store, head: None, scratch: Scratch::default() };
         let unpinned_tokens = AtomicUsize::new(0);
         let vocabulary = OnceLock::new();
         let fingerprint = OnceLock::new();
         Ok(Engine {
             model,
             options,
-            runtime,
+            runtime: Mutex::new(runtime),
             view,
             tokenizer,
             vocabulary,
@@ -469,7 +474,7 @@ impl Session<'_> {
     }
 
     /// Lets the draft head keep up with the committed tokens, many at a time. While it rests, it
-    /// gets nothing: that would cost as much as some of the drafts that do not pay.
+    /// gets nothing, and has no memory: that would cost as much as drafts that do not pay.
     fn follow(&mut self) -> Result<()> {
         let Session { engine, tokens, head: Some(head), drafter, .. } = self else { return Ok(()) };
         if !drafter.rests(Source::Head) {
@@ -477,6 +482,7 @@ impl Session<'_> {
         }
         if tokens.len() - head.next() > ABSORB_ROWS {
             head.begin_at(tokens.len() - REST_ROWS, engine.model.config.hidden_size);
+            engine.runtime().head = None;
         }
         Ok(())
     }

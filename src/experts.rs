@@ -187,12 +187,33 @@ impl ExpertStore {
 
     /// Evicts every expert that can be: the next ones are read as if none had ever been.
     pub fn forget_all(&mut self) {
+        self.settle();
+        (0..self.slots.len()).rev().for_each(|place| drop(self.remove(place)));
+    }
+
+    /// Gives up and ends all that is asked for or expected.
+    fn settle(&mut self) {
         self.give_up_all();
         self.forget_expected(|_| false);
         while self.slots.iter().any(|slot| slot.memory.is_none()) {
             self.collect(true);
         }
-        (0..self.slots.len()).rev().for_each(|place| drop(self.remove(place)));
+    }
+
+    /// The last `bytes` of its memory, which it does without until they are dropped: experts there
+    /// are evicted. Error: it has no such room.
+    pub fn lend(&mut self, bytes: usize, align: usize) -> Result<Region> {
+        self.settle();
+        for place in (0..self.slots.len()).rev() {
+            let memory = self.slots[place].memory.as_ref().expect("nothing is being read");
+            if self.arena.is_in_end(memory, bytes, align) {
+                self.remove(place);
+            }
+        }
+        match self.arena.take_end(bytes, align) {
+            Some(region) => Ok(region),
+            None => bail!("{bytes} bytes do not fit beside the routed experts"),
+        }
     }
 
     /// Begins a layer of `experts` of which `rows` rows chose some: each of those in ascending

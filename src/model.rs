@@ -17,7 +17,7 @@ use crate::kv::Sequence;
 use crate::moe::{self, Ahead};
 use crate::ops::{Compute, Product, Rope, Rows, Stage, rms_norm};
 use crate::safetensors::Directory;
-use crate::weights::{Layer, Mlp, Weights};
+use crate::weights::{Layer, Mlp, Mtp, Weights};
 use std::sync::Arc;
 
 /// Sees what the forward pass decides; for tests and tracing. Every method does nothing unless
@@ -64,6 +64,8 @@ pub struct Runtime {
     pub compute: Compute,
     /// Routed experts.
     pub store: ExpertStore,
+    /// The draft head, while it is in use.
+    pub head: Option<Arc<Mtp>>,
     /// Buffers.
     pub scratch: Scratch,
 }
@@ -152,7 +154,7 @@ impl Model {
         runtime: &mut Runtime,
         observers: &mut Observers<'_, '_>,
     ) -> Result<()> {
-        let Runtime { compute, store, scratch } = runtime;
+        let Runtime { compute, store, scratch, .. } = runtime;
         let rows = Sequence::place(batch);
         let each = batch.iter().flat_map(|s| s.tokens.iter().copied().zip(s.first..));
         self.embed(each, scratch)?;

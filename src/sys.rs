@@ -228,6 +228,27 @@ impl Arena {
         taken.insert(start, start + bytes);
         Some(Region { arena: Arc::clone(&self.0), start, bytes })
     }
+
+    /// The last `bytes`, from a multiple of `align` on, if nobody has any of them.
+    pub fn take_end(&self, bytes: usize, align: usize) -> Option<Region> {
+        let mut taken = self.0.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let start = self.end_start(bytes, align)?;
+        if taken.last_key_value().is_some_and(|(_, taken_end)| *taken_end > start) {
+            return None;
+        }
+        taken.insert(start, start + bytes);
+        Some(Region { arena: Arc::clone(&self.0), start, bytes })
+    }
+
+    /// Whether a part is in the way of [`Arena::take_end`].
+    pub fn is_in_end(&self, region: &Region, bytes: usize, align: usize) -> bool {
+        let start = self.end_start(bytes, align);
+        start.is_none_or(|start| region.start + region.bytes > start)
+    }
+
+    fn end_start(&self, bytes: usize, align: usize) -> Option<usize> {
+        Some(self.0.pages.count.checked_sub(bytes)? / align * align)
+    }
 }
 
 impl std::ops::Deref for Region {

@@ -3,7 +3,7 @@
 //! [`Weights::bind`] resolves each matrix on its own (format by exact sizes, see
 //! [`crate::quant`]) and checks every shape against the configuration before anything large is
 //! read; a missing, misshapen or ambiguous tensor is one error with its name. [`Weights::load`]
-//! then reads the resident part. Two things are never loaded whole: routed experts, which are
+//! then reads the resident part, but for the draft head, which comes and goes ([`Mtp::load`]). Two things are never loaded whole: routed experts, which are
 //! only *located* here ([`ExpertSource`]), and the embedding table, whose rows are read on demand
 //! (unless it is tied to the output head, which is resident).
 //!
@@ -19,7 +19,7 @@ use crate::disk::read_exact_at;
 use crate::error::Result;
 use crate::quant::{Encoded, FP8_BLOCK};
 use crate::safetensors::Directory;
-use crate::sys::{self, Pages};
+use crate::sys::{self, Arena, Region};
 use std::fmt::Display;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -30,11 +30,12 @@ pub use expert::{Expert, ExpertSource, Progress};
 pub use source::{MatrixSource, Span};
 
 /// One weight matrix `[rows, cols]`: its place on disk and, once loaded, its bytes as stored.
+#[derive(Clone)]
 pub struct Matrix {
     /// Shape, format and place.
     pub source: MatrixSource,
     /// Weights, then scales, from an offset on; set once, by loading.
-    bytes: OnceLock<(Arc<Pages>, usize)>,
+    bytes: OnceLock<(Arc<Region>, usize)>,
 }
 
 /// Where matrices and experts start within the memory of all: at a cache line.
@@ -55,8 +56,8 @@ impl Matrix {
     /// The loaded matrix, ready to decode. Panics when it was never loaded.
     pub fn encoded(&self) -> Encoded<'_> {
         let bytes = self.bytes.get();
-        let (pages, start) = bytes.unwrap_or_else(|| panic!("{} is not loaded", self.source.name));
-        self.source.encoded(&pages[*start..*start + self.source.bytes()])
+        let (region, start) = bytes.unwrap_or_else(|| panic!("{} is not loaded", self.source.name));
+        self.source.encoded(&region[*start..*start + self.source.bytes()])
     }
 }
 
@@ -85,6 +86,7 @@ impl Embedding {
 }
 
 /// Multi-head latent attention of one layer.
+#[derive(Clone)]
 pub struct Attention {
     /// `[q_lora, D]`
     pub q_a: Matrix,
@@ -109,6 +111,7 @@ pub struct Attention {
 }
 
 /// Sparse-attention indexer of one "full" layer.
+#[derive(Clone)]
 pub struct Indexer {
     /// `[nI·dI, q_lora]`
     pub wq_b: Matrix,
@@ -123,6 +126,7 @@ pub struct Indexer {
 }
 
 /// A gated MLP: down(silu(gate x) · up x).
+#[derive(Clone)]
 pub struct Ffn {
     /// `[I, D]`
     pub gate: Matrix,
@@ -133,6 +137,7 @@ pub struct Ffn {
 }
 
 /// Mixture of experts of one sparse layer.
+#[derive(Clone)]
 pub struct Moe {
     /// `[E, D]`
     pub router: Matrix,
@@ -145,6 +150,7 @@ pub struct Moe {
 }
 
 /// The feed-forward half of a layer.
+#[derive(Clone)]
 pub enum Mlp {
     /// One MLP for every token.
     Dense(Ffn),
@@ -153,6 +159,7 @@ pub enum Mlp {
 }
 
 /// One decoder layer.
+#[derive(Clone)]
 pub struct Layer {
     /// `[D]`
     pub input_norm: Vec<f32>,
@@ -167,6 +174,7 @@ pub struct Layer {
 }
 
 /// The draft head: one more layer, which predicts the token after the next one.
+#[derive(Clone)]
 pub struct Mtp {
     /// `[D]`, of the next token's embedding
     pub embedding_norm: Vec<f32>,
@@ -239,39 +247,29 @@ impl Weights {
         self.layers.iter().chain(self.mtp.iter().map(|mtp| &mtp.layer)).enumerate()
     }
 
-    /// Reads every resident matrix, several at a time, straight into its place. `progress` is
-    /// called with the bytes read so far.
+    /// Reads every resident matrix but those of the draft head, several at a time, straight into its
+    /// place. `progress` is called with the bytes read so far, of [`Weights::resident_bytes`] without
+    /// [`Weights::head_bytes`].
     pub fn load(&self, directory: &Directory, progress: impl FnMut(usize)) -> Result<()> {
-        let mut pages = Pages::new(self.resident_bytes())?;
-        let (mut rest, mut start) = (&mut pages[..], 0);
-        let (mut starts, mut parts) = (Vec::new(), Vec::new());
-        for matrix in self.resident() {
-            let part = rest.split_off_mut(..matrix.source.bytes()).expect("room for all of them");
-            let end = start + part.len();
-            parts.push((matrix, part));
-            starts.push(start);
-            start = end.next_multiple_of(MATRIX_ALIGN);
-            rest = rest.get_mut(start - end..).unwrap_or_default();
-        }
-        read_all(directory, parts, progress)?;
+        let main = self.main();
+        let arena = Arena::new(bytes_of(&main))?;
+        let region = arena.take(bytes_of(&main), 1).expect("the arena is as large");
+        load_into(region, &main, directory, progress)?;
         for shard in directory.shards().iter().filter(|shard| shard.direct.is_some()) {
             // What was read ahead in vain.
             sys::forget_cached(&shard.file, 0, shard.bytes as usize);
         }
-        let pages = Arc::new(pages);
-        for (matrix, start) in self.resident().into_iter().zip(starts) {
-            let place = (Arc::clone(&pages), start);
-            assert!(matrix.bytes.set(place).is_ok(), "{} is loaded twice", matrix.source.name);
-        }
         Ok(())
     }
 
-    /// Bytes that [`Weights::load`] reads and keeps.
+    /// Bytes of all resident matrices.
     pub fn resident_bytes(&self) -> usize {
-        let end = |start: usize, matrix: &&Matrix| {
-            start.next_multiple_of(MATRIX_ALIGN) + matrix.source.bytes()
-        };
-        self.resident().iter().fold(0, end)
+        bytes_of(&self.main()) + self.head_bytes()
+    }
+
+    /// Bytes of those of the draft head.
+    pub fn head_bytes(&self) -> usize {
+        self.mtp.as_ref().map_or(0, Mtp::resident_bytes)
     }
 
     /// Which layers have an indexer, and so cache index keys.
@@ -287,33 +285,39 @@ impl Weights {
         })
     }
 
-    /// Every matrix that stays in memory, in the order of use.
+    /// Every matrix that is in memory as a whole, in the order of use.
     pub fn resident(&self) -> Vec<&Matrix> {
-        let mut all = Vec::new();
-        for (_, layer) in self.all_layers() {
-            let Attention { q_a, q_b, kv_a, kv_b, o, .. } = &layer.attention;
-            all.extend([q_a, q_b, kv_a, kv_b, o]);
-            if let Some(Indexer { wq_b, wk, weights_proj, .. }) = &layer.indexer {
-                all.extend([wq_b, wk, weights_proj]);
-            }
-            let ffn = match &layer.mlp {
-                Mlp::Dense(ffn) => Some(ffn),
-                Mlp::Sparse(moe) => {
-                    all.push(&moe.router);
-                    moe.shared.as_ref()
-                }
-            };
-            if let Some(Ffn { gate, up, down }) = ffn {
-                all.extend([gate, up, down]);
-            }
-        }
-        all.extend(self.mtp.iter().map(|mtp| &mtp.eh_proj));
-        all.push(&self.lm_head);
+        let mut all = self.main();
+        all.extend(self.mtp.iter().flat_map(Mtp::resident));
         all
+    }
+
+    /// Those of them that always are.
+    fn main(&self) -> Vec<&Matrix> {
+        let layers = self.layers.iter().flat_map(Layer::resident);
+        layers.chain([&self.lm_head]).collect()
     }
 }
 
 impl Mtp {
+    /// Bytes that [`Mtp::load`] reads.
+    pub fn resident_bytes(&self) -> usize {
+        bytes_of(&self.resident())
+    }
+
+    /// The same head with its matrices in memory, which is `region [resident_bytes()]`.
+    pub fn load(&self, directory: &Directory, region: Region) -> Result<Mtp> {
+        let head = self.clone();
+        load_into(region, &head.resident(), directory, |_| ())?;
+        Ok(head)
+    }
+
+    fn resident(&self) -> Vec<&Matrix> {
+        let mut all = self.layer.resident();
+        all.push(&self.eh_proj);
+        all
+    }
+
     /// `None` when there is no tensor of a layer behind the last.
     fn bind(directory: &Directory, c: &Config) -> Result<Option<Mtp>> {
         let prefix = format!("model.layers.{}.", c.num_layers);
@@ -341,6 +345,26 @@ impl Layer {
             Mlp::Dense(_) => 0,
             Mlp::Sparse(moe) => moe.experts.len(),
         }
+    }
+
+    /// Every matrix that stays in memory, in the order of use.
+    fn resident(&self) -> Vec<&Matrix> {
+        let Attention { q_a, q_b, kv_a, kv_b, o, .. } = &self.attention;
+        let mut all = vec![q_a, q_b, kv_a, kv_b, o];
+        if let Some(Indexer { wq_b, wk, weights_proj, .. }) = &self.indexer {
+            all.extend([wq_b, wk, weights_proj]);
+        }
+        let ffn = match &self.mlp {
+            Mlp::Dense(ffn) => Some(ffn),
+            Mlp::Sparse(moe) => {
+                all.push(&moe.router);
+                moe.shared.as_ref()
+            }
+        };
+        if let Some(Ffn { gate, up, down }) = ffn {
+            all.extend([gate, up, down]);
+        }
+        all
     }
 
     fn bind(
@@ -465,6 +489,46 @@ impl Moe {
             experts: (0..c.n_routed_experts).map(expert).collect::<Result<_>>()?,
         })
     }
+}
+
+/// Where each matrix starts behind the one before, and where the last ends.
+fn starts(matrices: &[&Matrix]) -> (Vec<usize>, usize) {
+    let mut end = 0usize;
+    let starts = matrices.iter().map(|matrix| {
+        let start = end.next_multiple_of(MATRIX_ALIGN);
+        end = start + matrix.source.bytes();
+        start
+    });
+    (starts.collect(), end)
+}
+
+/// Bytes of matrices that lie behind each other.
+fn bytes_of(matrices: &[&Matrix]) -> usize {
+    starts(matrices).1
+}
+
+/// Loads matrices into `region [bytes_of(matrices)]`.
+fn load_into(
+    mut region: Region,
+    matrices: &[&Matrix],
+    directory: &Directory,
+    progress: impl FnMut(usize),
+) -> Result<()> {
+    let (mut rest, mut end, mut parts) = (&mut region[..], 0, Vec::new());
+    let (starts, _) = starts(matrices);
+    for (matrix, start) in matrices.iter().zip(&starts) {
+        let bytes = matrix.source.bytes();
+        let (part, behind) = rest[start - end..].split_at_mut(bytes);
+        parts.push((*matrix, part));
+        (rest, end) = (behind, start + bytes);
+    }
+    read_all(directory, parts, progress)?;
+    let region = Arc::new(region);
+    for (matrix, start) in matrices.iter().zip(starts) {
+        let place = (Arc::clone(&region), start);
+        assert!(matrix.bytes.set(place).is_ok(), "{} is loaded twice", matrix.source.name);
+    }
+    Ok(())
 }
 
 /// Reads matrices into their places on [`LOADERS`] threads; the first error ends all of them.

@@ -110,7 +110,7 @@ fn the_heads_logits_are_those_of_the_reference() {
     let mut kv = KvCache::new(&config, &weights.index_layers(), tokens.len()).unwrap();
     let store = ExpertStore::new(1 << 24, 0).unwrap();
     let compute = Compute::new(2, Isa::detect());
-    let mut runtime = Runtime { compute, store, scratch: Scratch::default() };
+    let mut runtime = Runtime { compute, store, head: None, scratch: Scratch::default() };
     let model = Model::new(config, directory, weights);
     model
         .forward(&mut [Sequence::new(&tokens, 0, &mut kv)], &mut runtime, &mut [&mut Unobserved])

@@ -332,6 +332,7 @@ impl Session<'_> {
             return Ok(None);
         }
         let start = Instant::now();
+        self.engine.model.wake_head(&mut self.engine.runtime())?;
         // More than what a pass with drafts leaves was left while there were none.
         self.absorb(DRAFTS_MAX + 2)?;
         times.catching_up = start.elapsed();

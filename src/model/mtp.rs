@@ -10,6 +10,9 @@
 //! To draft further, u takes the place of h and the draft that of the token. The cached row of a
 //! position depends on its own inputs alone, not on what attention or the experts give: so known
 //! pairs only have to be projected for later rows to see them. Drafts change speed, never a result.
+//!
+//! While drafts do not pay, the head is not in memory: it takes a place at the end of that of the
+//! routed experts when it is needed.
 
 #![forbid(unsafe_code)]
 
@@ -20,7 +23,8 @@ use crate::error::{Context, Result};
 use crate::kernels::{Activations, Forms, fit};
 use crate::kv::{KvCache, Sequence};
 use crate::ops::{Product, rms_norm};
-use crate::weights::Mtp;
+use crate::weights::{MATRIX_ALIGN, Mtp};
+use std::sync::Arc;
 
 /// Buffers of one batch.
 #[derive(Default)]
@@ -51,8 +55,9 @@ impl Model {
         kv: &mut KvCache,
         runtime: &mut Runtime,
     ) -> Result<()> {
+        let head = self.wake_head(runtime)?;
         let batch = &mut [Sequence::new(tokens, first, kv)];
-        let pass = self.enter(batch, hidden, runtime)?;
+        let pass = self.enter(&head, batch, hidden, runtime)?;
         let Runtime { compute, scratch, .. } = runtime;
         self.project(pass, Queries::None, batch, compute, scratch);
         Ok(())
@@ -71,28 +76,37 @@ impl Model {
         runtime: &mut Runtime,
     ) -> Result<()> {
         let tokens = [token];
+        let head = self.wake_head(runtime)?;
         let batch = &mut [Sequence::new(&tokens, row, kv)];
-        let pass = Pass { keeps_selection, ..self.enter(batch, hidden, runtime)? };
-        let Runtime { compute, store, scratch } = runtime;
+        let pass = Pass { keeps_selection, ..self.enter(&head, batch, hidden, runtime)? };
+        let Runtime { compute, store, scratch, .. } = runtime;
         self.run_layer(pass, batch, (compute, store), scratch, &mut [])?;
         let forms = Forms::of_rows(1).and(self.weights.lm_head.source.format);
-        self.norm(compute, 1, &self.mtp().final_norm, forms, scratch);
+        self.norm(compute, 1, &head.final_norm, forms, scratch);
         Ok(())
     }
 
-    fn mtp(&self) -> &Mtp {
-        self.weights.mtp.as_ref().expect("the model has a draft head")
+    /// The draft head, which must be there, in memory that the routed experts then do without.
+    pub fn wake_head(&self, runtime: &mut Runtime) -> Result<Arc<Mtp>> {
+        if let Some(head) = &runtime.head {
+            return Ok(Arc::clone(head));
+        }
+        let head = self.weights.mtp.as_ref().expect("the model has a draft head");
+        let region = runtime.store.lend(head.resident_bytes(), MATRIX_ALIGN)?;
+        let head = Arc::new(head.load(&self.directory, region).context(|| "draft head")?);
+        Ok(Arc::clone(runtime.head.insert(head)))
     }
 
     /// x = z of some pairs: the rows of `batch`, one sequence, and their `hidden [T, D]`.
-    fn enter(
+    fn enter<'h>(
         &self,
+        head: &'h Mtp,
         batch: &[Sequence<'_>],
         hidden: &[f32],
         runtime: &mut Runtime,
-    ) -> Result<Pass<'_>> {
+    ) -> Result<Pass<'h>> {
         let rows = batch.iter().flat_map(|s| s.tokens.iter().copied().zip(s.first..));
-        let (mtp, width) = (self.mtp(), self.config.hidden_size);
+        let width = self.config.hidden_size;
         let Runtime { compute, scratch, .. } = runtime;
         self.embed(rows.clone(), scratch).context(|| "draft head")?;
         let rows = rows.count();
@@ -100,20 +114,20 @@ impl Model {
         let Scratch { half, joined, input } = own;
         let joined = fit(joined, 2 * rows * width, 0.0);
         let half = fit(half, rows * width, 0.0);
-        let parts = [(&x[..rows * width], &mtp.embedding_norm), (hidden, &mtp.hidden_norm)];
+        let parts = [(&x[..rows * width], &head.embedding_norm), (hidden, &head.hidden_norm)];
         for (i, (part, weight)) in parts.into_iter().enumerate() {
             rms_norm(compute, part, weight, self.config.rms_norm_eps, half);
             for (joined, half) in joined.chunks_exact_mut(2 * width).zip(half.chunks_exact(width)) {
                 joined[i * width..(i + 1) * width].copy_from_slice(half);
             }
         }
-        let forms = Forms::of_rows(rows).and(mtp.eh_proj.source.format);
+        let forms = Forms::of_rows(rows).and(head.eh_proj.source.format);
         let row = |t: usize| &joined[t * 2 * width..(t + 1) * 2 * width];
         compute.prepare(rows, 2 * width, forms, row, input);
-        let (matrix, x) = (mtp.eh_proj.encoded(), &*input);
+        let (matrix, x) = (head.eh_proj.encoded(), &*input);
         stage.run(compute, 1, |_| Product { matrix, x, tokens: &all[..rows] });
         stage.copy(compute, 0, &mut scratch.x[..rows * width]);
-        let (layer, index) = (&mtp.layer, self.config.num_layers);
+        let (layer, index) = (&head.layer, self.config.num_layers);
         Ok(Pass { layer, index, rows, keeps_selection: false })
     }
 }
