@@ -31,8 +31,9 @@ const DRAFTS_AUTO_MAX: usize = 5;
 const NEW: f64 = 0.1;
 /// Passes without drafts between two trials of a source that does not pay, at least.
 const PAUSE_PASSES: u32 = 16;
-/// The share of time that such trials may cost in the long run.
-const TRIALS_SHARE: f64 = 0.01;
+/// The share of time that such trials of one source may cost in the long run. What they read evicts
+/// as much again, which no pass shows.
+const TRIALS_SHARE: f64 = 0.005;
 /// Passes with drafts between two that do without, to see what they take now.
 const WITHOUT_PASSES: u32 = 16;
 /// Drafts must promise this much more tokens a second: measurements are noisy. The second is for
@@ -315,13 +316,13 @@ mod tests {
     /// Each row costs as much as a pass, so that no draft can pay, or two: then each trial in vain
     /// loses one or two passes, whatever it guessed.
     #[test]
-    fn trials_of_drafts_that_do_not_pay_lose_one_percent() {
+    fn trials_of_drafts_that_do_not_pay_lose_half_a_percent() {
         for (right, row_ms) in [(1, 100), (0, 100), (0, 200)] {
             let counts = counts(5000, right, |rows| 100 + row_ms * (rows - 1) as u64);
             let tried = counts[500..].iter().sum::<usize>() as u64;
             assert!(counts[500..].iter().all(|count| *count <= 1));
             let lost_ms = tried * (1 + row_ms - 100 * right as u64);
-            assert!(tried > 5 && lost_ms <= 4500 + 500, "{tried} {lost_ms}");
+            assert!(tried > 5 && lost_ms <= 2250 + 500, "{tried} {lost_ms}");
         }
     }
 
