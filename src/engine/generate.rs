@@ -10,6 +10,7 @@
 use super::{Engine, Finish, Session};
 use crate::draft::{self, DRAFTS_MAX, Source, Times};
 use crate::error::{Error, Result};
+use crate::experts::Counters;
 use crate::kv::Sequence;
 use crate::model::{Observer, Scratch};
 use crate::sample::Choose;
@@ -98,6 +99,8 @@ struct Rows {
     /// Where the drafts are from, and what it took to find them.
     source: Option<Source>,
     times: Times,
+    /// Experts that had been read before that.
+    misses: u64,
 }
 
 impl Rows {
@@ -149,7 +152,6 @@ impl Engine {
             return Ok(());
         }
         let mut runtime = self.runtime();
-        let misses = runtime.store.counters().misses;
         self.model.forward(&mut batch, &mut runtime, &mut observers)?;
         let wanted = rows.iter().flat_map(|r| r.wanted.clone().map(|row| r.first + row));
         let wanted: Vec<usize> = wanted.collect();
@@ -168,13 +170,13 @@ impl Engine {
             members[i].commit(rows, &runtime.scratch);
         }
         self.repin(count, &mut runtime);
-        let has_read = runtime.store.counters().misses > misses;
+        let counters = runtime.store.counters();
         drop(runtime);
         let pass = is_alone.then(|| start.elapsed());
         for (i, rows) in ran() {
             // Of a reply that failed nothing is known but what it has.
             if members[i].failure.is_none() {
-                members[i].failure = members[i].note(rows, pass, has_read).err();
+                members[i].failure = members[i].note(rows, pass, counters).err();
             }
         }
         Ok(())
@@ -219,6 +221,7 @@ impl Member<'_, '_> {
         let is_drafting = is_alone || session.engine.options.drafts.is_some();
         let most = if is_drafting { most } else { 0 };
         rows.is_step = true;
+        rows.misses = session.engine.runtime().store.counters().misses;
         let forced = chooser.forced(most.min(DRAFTS_MAX))?;
         let known = generation.tokens.len();
         let found = session.guess(&mut generation.tokens, &forced, most, *chooser, &mut rows);
@@ -253,8 +256,8 @@ impl Member<'_, '_> {
     }
 
     /// Takes note of rows that are committed, of the time of the pass where that is theirs, and of
-    /// whether it read experts.
-    fn note(&mut self, rows: &Rows, pass: Option<Duration>, has_read: bool) -> Result<()> {
+    /// what was read by then.
+    fn note(&mut self, rows: &Rows, pass: Option<Duration>, counters: Counters) -> Result<()> {
         if !rows.is_step {
             return self.session.follow();
         }
@@ -262,9 +265,10 @@ impl Member<'_, '_> {
         let wrong = rows.batch.len() + rows.start - self.session.tokens.len();
         let accepted = drafts.len() - wrong;
         self.observer.drafted(rows.start + 1, drafts, accepted);
-        let times = pass.map(|pass| Times { pass, ..rows.times });
-        let counts = [drafts.len(), accepted];
-        self.session.drafter.record(rows.source, counts, times, has_read);
+        let reads = counters.misses - rows.misses;
+        let read = Duration::from_nanos(counters.busy_ns / counters.misses.max(1));
+        let times = pass.map(|pass| Times { pass, reads, read, ..rows.times });
+        self.session.drafter.record(rows.source, [drafts.len(), accepted], times);
         Ok(())
     }
 }
