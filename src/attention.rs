@@ -139,8 +139,8 @@ pub fn hidden_forms(weights: &weights::Attention, indexer: Option<&Indexer>, row
     }
 }
 
-/// Steps 1 and 2: caches the batch's rows and fills the `queries` that are asked for; with an indexer
-/// also its projections.
+/// Steps 1 and 2: caches the batch's rows and fills the `queries` that are asked for; with an
+/// indexer also its projections.
 ///
 /// `hidden [T, D]` is normed; `all` is 0 … T−1.
 #[allow(clippy::too_many_arguments, reason = "the parts of one step, each of its own type")]
@@ -159,10 +159,10 @@ pub fn project(
 ) {
     let rows = rows_of.angles.len();
     let (wk, weights_proj) = indexer.map(|i| (&i.wk, &i.weights_proj)).unzip();
-    // Those of the cache first.
     let matrices = [Some(&weights.kv_a), wk, Some(&weights.q_a), weights_proj];
     let matrices = || matrices.iter().flatten();
     let is_whole = queries != Queries::None;
+    // Those of the cache come first.
     let cached = 1 + wk.is_some() as usize;
     let product = |i: usize| {
         let matrix = matrices().nth(i).expect("as many as there are").encoded();
@@ -198,10 +198,9 @@ pub fn project(
     let width = config.q_lora_rank;
     let row = |t: usize| &q_latent[t * width..(t + 1) * width];
     compute.prepare(rows, width, forms, row, &mut scratch.q_input);
-    let x = &scratch.q_input;
     stage.run(compute, 1 + wq_b.is_some() as usize, |i| {
         let matrix = if i == 0 { &weights.q_b } else { wq_b.expect("the second product") };
-        Product { matrix: matrix.encoded(), x, tokens: all }
+        Product { matrix: matrix.encoded(), x: &scratch.q_input, tokens: all }
     });
     let query_dim = config.num_heads * config.qk_head_dim();
     let queries = fit(&mut scratch.queries, rows * query_dim, 0.0);

@@ -113,8 +113,8 @@ impl Options {
 /// Hidden states that wait for the draft head at most, beside those of one batch: together they
 /// cost it hardly more than one.
 const ABSORB_ROWS: usize = 64;
-/// The last of them that are kept while it rests: it sees the text before in these. More than what a
-/// pass with drafts leaves behind.
+/// The last of them that are kept while it rests: it sees the text before in these. More than what
+/// a pass with drafts leaves behind.
 const REST_ROWS: usize = 32;
 
 /// Control tokens that end the model's turn, beside the configured end-of-sequence ids.

@@ -4,9 +4,9 @@
 //! slice cut into parts; every part is handed to exactly one worker as a `&mut` slice, and the
 //! call returns when all are done. Which worker computes a part never shows in its result.
 //!
-//! The caller waits for no worker that has not begun: it does all that is left, and closes the stage.
-//! Else a worker that the scheduler wakes late, or on the caller's own core, would hold up every
-//! stage.
+//! The caller waits for no worker that has not begun: it does all that is left, and closes the
+//! stage. Else a worker that the scheduler wakes late, or on the caller's own core, would hold up
+//! every stage.
 //!
 //! Between stages a worker spins for a moment, because the next stage of a forward pass follows
 //! within microseconds, and then parks: an idle engine uses no CPU. Threads are not pinned, so two
@@ -34,8 +34,8 @@ type Job = dyn Fn(usize) + Sync;
 
 /// What the caller and the workers share.
 struct Shared {
-    /// The number of the current stage in steps of [`STAGE`], whether it is [`OPEN`], and below that
-    /// the workers inside.
+    /// The number of the current stage in steps of [`STAGE`], whether it is [`OPEN`], and below
+    /// that the workers inside.
     gate: AtomicUsize,
     /// The current stage, valid while the gate is open or a worker is inside.
     job: Mutex<Option<JobPointer>>,
@@ -141,8 +141,8 @@ impl Pool {
         }
         let (data, scratch) = (Base(data.as_mut_ptr()), Base(scratch.as_mut_ptr()));
         self.run(&|worker| {
-            // SAFETY: `run` calls this at most once per worker index, each below the asserted length of
-            // `scratch`, and returns before the borrow of `scratch` ends: no other reference to
+            // SAFETY: `run` calls this at most once per worker index, each below the asserted
+            // length of `scratch`, and returns before the borrow of `scratch` ends: no other reference to
             // this element exists.
             let scratch = unsafe { &mut *scratch.at(worker) };
             for owner in (0..threads).map(|i| (worker + i) % threads) {
@@ -286,7 +286,7 @@ fn work(shared: &Shared, worker: usize) {
             continue;
         }
         let job = lock(&shared.job).expect("a stage has a job");
-        // SAFETY: `Pool::run` waits until this worker, who went in while the gate was open, goes out.
+        // SAFETY: this worker went in while the gate was open: `Pool::run` waits until it goes out.
         let job: &Job = unsafe { &*job.0 };
         if let Err(payload) = catch_unwind(AssertUnwindSafe(|| job(worker))) {
             lock(&shared.panic).get_or_insert(payload);

@@ -3,9 +3,10 @@
 //! [`Weights::bind`] resolves each matrix on its own (format by exact sizes, see
 //! [`crate::quant`]) and checks every shape against the configuration before anything large is
 //! read; a missing, misshapen or ambiguous tensor is one error with its name. [`Weights::load`]
-//! then reads the resident part, but for the draft head, which comes and goes ([`Mtp::load`]). Two things are never loaded whole: routed experts, which are
-//! only *located* here ([`ExpertSource`]), and the embedding table, whose rows are read on demand
-//! (unless it is tied to the output head, which is resident).
+//! then reads the resident part, but for the draft head, which comes and goes ([`Mtp::load`]). Two
+//! things are never loaded whole: routed experts, which are only *located* here
+//! ([`ExpertSource`]), and the embedding table, whose rows are read on demand (unless it is tied to
+//! the output head, which is resident).
 //!
 //! Shape letters: D hidden, H heads, V vocabulary, E experts, I width of an MLP, nI and dI heads
 //! and width of the indexer; q_lora, kv_lora, nope, rope and v as in the configuration.
@@ -247,9 +248,9 @@ impl Weights {
         self.layers.iter().chain(self.mtp.iter().map(|mtp| &mtp.layer)).enumerate()
     }
 
-    /// Reads every resident matrix but those of the draft head, several at a time, straight into its
-    /// place. `progress` is called with the bytes read so far, of [`Weights::resident_bytes`] without
-    /// [`Weights::head_bytes`].
+    /// Reads every resident matrix but those of the draft head, several at a time, straight into
+    /// its place. `progress` is called with the bytes read so far, of [`Weights::resident_bytes`]
+    /// without [`Weights::head_bytes`].
     pub fn load(&self, directory: &Directory, progress: impl FnMut(usize)) -> Result<()> {
         let main = self.main();
         let arena = Arena::new(bytes_of(&main))?;

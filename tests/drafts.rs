@@ -233,8 +233,8 @@ fn two_drafts_of_a_trained_head_are_worth_what_its_training_measured() {
     }
 }
 
-/// Σ (a − b)² / (a + b) of two histograms of as many draws each: chi-square with a degree of freedom
-/// less than there are values, if both are of one distribution.
+/// Σ (a − b)² / (a + b) of two histograms of as many draws each: chi-square with a degree of
+/// freedom less than there are values, if both are of one distribution.
 fn chi_square(a: &[f64], b: &[f64]) -> f64 {
     let cells = a.iter().zip(b).filter(|(a, b)| *a + *b > 0.0);
     cells.map(|(a, b)| (a - b).powi(2) / (a + b)).sum()
@@ -243,8 +243,8 @@ fn chi_square(a: &[f64], b: &[f64]) -> f64 {
 /// 200,000 tokens drawn with two drafts a pass and as many without, from other seeds, in replies
 /// of four: at each place of the reply both have one distribution, and at the second and third,
 /// which are the first that are drafted, it is the exact one. The fixture's head knows nothing, so
-/// only six tokens are allowed, of which it hits the right one often enough. The bound is the 0.9999
-/// quantile of chi-square with five degrees of freedom.
+/// only six tokens are allowed, of which it hits the right one often enough. The bound is the
+/// 0.9999 quantile of chi-square with five degrees of freedom.
 #[test]
 fn drafts_keep_the_distribution_of_what_is_drawn() {
     const REPLIES: u64 = 50_000;

@@ -71,7 +71,8 @@ fn a_shard_that_is_cut_in_the_midst_of_a_reply_ends_that_reply_alone() {
             Options { ctx_tokens, chunk_rows, limit, drafts, direct, ..Options::default() };
         let engine = open(&dir.0, options);
         for (told, bytes, tensor) in [
-            (1, 3 * eighth, experts),
+            // The draft head is read when it is first needed.
+            (1, 3 * eighth, "draft head: "),
             (4, 5 * eighth, experts),
             (9, 6 * eighth, experts),
             (2, 7 * eighth, experts),

@@ -247,8 +247,8 @@ mod tests {
     }
 
     /// Expert 1 of both layers came in one row, then 64 rows ran without layer 1. By hand, with the
-    /// fast average alone: p = (1 − 2^(−1/64)) / 2 and a wait of 2 · (1/p − 1) layers; without those
-    /// rows p, and 1/p, were half.
+    /// fast average alone: p = (1 − 2^(−1/64)) / 2 and a wait of 2 · (1/p − 1) layers; before those
+    /// rows p was twice that.
     #[test]
     fn experts_of_a_layer_that_rests_are_needed_ever_less() {
         let mut policy = Policy::new(Rule { lately: Some(1.0), has_distance: false });
