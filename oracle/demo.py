@@ -7,7 +7,7 @@ The container is of the recommended kind: attention, dense and shared MLPs, inde
 and head int8 with one scale a row, routed experts int4 with one scale per 64 columns, norms and
 routers F32. Layer num_hidden_layers is the MTP layer; it and the indexers of the main layers go
 into files of their own, as converters do it. Two liberties keep the whole below 10 MB: routed
-experts of the MTP layer are int4 with one scale a row, and tokenizer.json loses its indentation.
+experts of the MTP layer are int4 as all others, and tokenizer.json loses its indentation.
 """
 
 import json
@@ -22,7 +22,6 @@ from reference import Reference, read_model, read_safetensors, widen
 
 FORMS = {"float": "f32", "io": "int8-row", "resident": "int8-row", "expert": "int4-g64"}
 MTP_FILE = "out-mtp-00000.safetensors"
-MTP_FORMS = FORMS | {"expert": "int4-row"}
 COPIED = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
 # Each word is one token of the model's vocabulary when a space precedes it.
 SENTENCE = (
@@ -43,8 +42,7 @@ def convert(source, target):
     layers = config["num_hidden_layers"]
     tensors = {}
     for name, w in weights.items():
-        forms = MTP_FORMS if file_of(name, layers) == MTP_FILE else FORMS
-        tensors |= container_tensors({name: w}, forms)[0]
+        tensors |= container_tensors({name: w}, FORMS)[0]
     target.mkdir(parents=True, exist_ok=True)
     shards = {}
     for name, tensor in tensors.items():

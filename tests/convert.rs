@@ -14,7 +14,7 @@ use common::{
 };
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
@@ -420,7 +420,8 @@ fn a_source_that_is_not_whole_finite_or_a_checkpoint_is_refused_by_name() {
     tensors[at].bytes[2 * 3 * cols..][..2].copy_from_slice(&[0xc0, 0x7f]);
     write_safetensors(&path, &tensors);
     let message = refusal(convert(&from.0, &to, &[]));
-    assert_eq!(message, format!("coli: tensor {name}: row 3: a weight is not finite"));
+    let why = format!("coli: tensor {name}: row 3: a weight is not finite: fetch its file again");
+    assert!(message.starts_with(&why), "{message}");
     fs::remove_dir_all(&to).unwrap();
     tensors.remove(at);
     write_safetensors(&path, &tensors);
@@ -440,13 +441,14 @@ fn a_source_that_is_not_whole_finite_or_a_checkpoint_is_refused_by_name() {
 fn a_format_that_readers_would_mistake_is_refused() {
     let to = TempDir::new("convert-mistaken");
     let message = refusal(convert(&fixture("formats/hf-fp8"), &to.0, &[]));
-    let why = "a reader could not tell int4-g64 of a [32, 130] matrix by its size";
+    let why = "a reader could not tell int4-g64 of a [32, 130] matrix by its size: choose \
+               another format with --experts";
     assert!(
         message.contains("experts.0.down_proj.weight: ") && message.ends_with(why),
         "{message}"
     );
     let message = refusal(convert(&fixture("formats/hf-nvfp4"), &to.0, &["--experts", "fp8"]));
-    assert!(message.ends_with("fp8 keeps what is FP8, but this is nvfp4"), "{message}");
+    assert!(message.contains("fp8 keeps what is FP8, but this is nvfp4: choose"), "{message}");
     assert!(contents(&to.0).is_empty());
 }
 
@@ -483,7 +485,7 @@ fn two_conversions_do_not_write_to_one_directory() {
     let lock = fs::File::open(&to.0).unwrap();
     lock.lock().unwrap();
     let message = refusal(convert(&fixture(SOURCE), &to.0, &[]));
-    assert!(message.ends_with("another conversion writes there"), "{message}");
+    assert!(message.contains("another conversion writes there: wait"), "{message}");
     assert!(contents(&to.0).is_empty());
     drop(lock);
     convert_well(&fixture(SOURCE), &to.0, &[]);
@@ -502,7 +504,7 @@ fn another_request_or_source_than_was_begun_is_refused_by_name() {
         ("--indexer", "off", "indexers on, now asked for indexers off"),
     ] {
         let message = refusal(convert(&from.0, &to, &[flag, value]));
-        assert!(message.ends_with(&format!("begun with {why}")), "{message}");
+        assert!(message.contains(&format!("begun with {why}: ask for the former")), "{message}");
     }
     // Threads decide no byte.
     convert_well(&from.0, &to, &["--threads", "1"]);
@@ -518,6 +520,12 @@ fn another_request_or_source_than_was_begun_is_refused_by_name() {
     fs::remove_file(&source).unwrap();
     let message = refusal(convert(&from.0, &to, &[]));
     assert!(message.contains("00006.safetensors, for out-00005.safetensors: No such"), "{message}");
+    // As long, but other tensors.
+    let at = bytes.windows(5).position(|word| word == b"BF16\"").unwrap();
+    let other = [&bytes[..at], b"F16\" ", &bytes[at + 5..]].concat();
+    fs::write(&source, other).unwrap();
+    let message = refusal(convert(&from.0, &to, &[]));
+    assert!(message.contains("00006.safetensors: other tensors than before"), "{message}");
     // What is needed no more may be gone.
     fs::write(&source, &bytes).unwrap();
     fs::remove_file(from.0.join("model-00001-of-00006.safetensors")).unwrap();
@@ -525,6 +533,40 @@ fn another_request_or_source_than_was_begun_is_refused_by_name() {
     let mut after = finished(&to);
     assert_eq!(after.remove("out-00005.safetensors").unwrap().3, before["out-00005.safetensors"].3);
     assert!(after.iter().all(|(name, file)| before[name] == *file));
+}
+
+/// Inode and time of change of a directory and of everything in it.
+fn untouched(dir: &Path) -> Vec<(u64, i64, i64)> {
+    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    let mut paths: Vec<PathBuf> = entries.chain([dir.to_path_buf()]).collect();
+    paths.sort();
+    let state = |file: fs::Metadata| (file.ino(), file.mtime(), file.mtime_nsec());
+    paths.iter().map(|path| state(fs::metadata(path).unwrap())).collect()
+}
+
+/// It may be read-only, its drive full, and its source gone. For the superuser, whom permissions do
+/// not stop, what is there tells whether anything was written.
+#[test]
+fn a_finished_directory_is_not_written_to_again() {
+    let from = TempDir::with_fixture("convert-finished-source", SOURCE);
+    let to = TempDir::new("convert-finished");
+    convert_well(&from.0, &to.0, &[]);
+    let permissions = fs::metadata(&to.0).unwrap().permissions();
+    fs::set_permissions(&to.0, fs::Permissions::from_mode(0o555)).unwrap();
+    let before = untouched(&to.0);
+    for gone in [false, true] {
+        if gone {
+            fs::remove_dir_all(&from.0).unwrap();
+        }
+        let mut command = Command::new(env!("CARGO_BIN_EXE_coli"));
+        command.args(["convert", "--keep-free", "1000000", "--from"]).arg(&from.0);
+        let output = command.arg("--to").arg(&to.0).output().unwrap();
+        let [text, notes] = [output.stdout, output.stderr].map(|s| String::from_utf8(s).unwrap());
+        assert!(output.status.success(), "{notes}");
+        assert!(text.ends_with("\nnothing is left to do\n"), "{text}");
+        assert_eq!(untouched(&to.0), before, "the source is gone: {gone}");
+    }
+    fs::set_permissions(&to.0, permissions).unwrap();
 }
 
 #[test]
@@ -582,7 +624,7 @@ fn a_record_that_is_none_is_refused() {
         assert!([Some(0), Some(1)].contains(&output.status.code()), "at {at}: {what:?}");
     }
     for (from, to_word, why) in [
-        ("\"format\":1", "\"format\":2", "another version began"),
+        ("\"format\":2", "\"format\":1", "another version began"),
         ("\"out-00000", "\"../out-00000", "not the record of a conversion"),
         ("\"source\":0", "\"source\":6", "not the record of a conversion"),
     ] {

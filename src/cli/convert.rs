@@ -70,6 +70,7 @@ fn run(args: &Args) -> Result<()> {
     let free = free_bytes(&request.to);
     let (fetch_bytes, held_bytes) = plan.fetches(&request);
     let outlook = match request.repo {
+        _ if plan.outputs.is_empty() => "nothing is left to do\n".into(),
         Some(_) => format!(
             "{} to fetch, {} of it here at a time\n",
             gb(fetch_bytes as usize),
@@ -83,7 +84,8 @@ fn run(args: &Args) -> Result<()> {
         return Ok(());
     }
     let needed = bytes_out.saturating_add(request.keep_free_bytes);
-    if let Some(free) = free.filter(|free| !request.delete_source && *free < needed) {
+    let must_fit = bytes_out > 0 && !request.delete_source;
+    if let Some(free) = free.filter(|free| must_fit && *free < needed) {
         bail!(
             "{}: {} free, {} are needed with what --keep-free keeps (--delete-source makes room as \
              it goes)",
@@ -118,6 +120,9 @@ fn run(args: &Args) -> Result<()> {
             note(&format!("coli: {}: deleted\n", path.display()));
         }
     })?;
+    if files == 0 {
+        return Ok(());
+    }
     let seconds = start.elapsed().as_secs_f64();
     print_text(&format!(
         "{files} files, {} out of {} in {seconds:.1} s\n",
@@ -129,7 +134,7 @@ fn run(args: &Args) -> Result<()> {
 /// How long it may take, by the first block of the largest tensor.
 fn estimate(plan: &Plan, request: &Request) -> Result<String> {
     let Some(Speed { read_bytes_s, encode_bytes_s }) = convert::probe(plan, request)? else {
-        return Ok("nothing is left to do\n".into());
+        return Ok(String::new());
     };
     let (bytes_in, bytes_out) = (plan.bytes_in() as f64, plan.bytes_out() as f64);
     // A drive is asked for both; encoding goes on beside it.

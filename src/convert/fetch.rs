@@ -94,14 +94,21 @@ impl Repo {
     }
 
     /// Fetches what a plan is made from into `request.from`, unless it is there: the files beside
-    /// the tensors, and the header of every shard that unfinished outputs need. `on_header` hears
-    /// how many of how many shards are done.
+    /// the tensors, and the header of every shard that unfinished outputs need; nothing when there
+    /// are none. `on_header` hears how many of how many shards are done.
     pub fn prepare(
         &self,
         request: &Request,
         mut on_header: impl FnMut(usize, usize),
     ) -> Result<()> {
         let dir = &request.from;
+        let begun = Manifest::read(&request.to)?;
+        let is_made = |output: &Record| {
+            output.hash.is_some() && sys::is_present(&request.to.join(&output.name))
+        };
+        if begun.iter().any(|begun| begun.outputs.iter().all(is_made)) {
+            return Ok(());
+        }
         std::fs::create_dir_all(dir.join(HEADERS)).context(|| dir.display())?;
         for name in METADATA_FILES {
             let answer = self.fetch_small(dir, name)?;
@@ -112,13 +119,11 @@ impl Repo {
         }
         // Another family is refused before any shard is asked for.
         Config::load(dir)?;
-        let begun = Manifest::read(&request.to)?;
         let is_done = |name: &str| {
             let begun = begun.as_ref()?;
             let source = begun.sources.iter().position(|source| source.name == name)?;
             let mut made = begun.outputs.iter().filter(|output| output.needs.contains(&source));
-            let is_there = |output: &Record| sys::is_present(&request.to.join(&output.name));
-            Some(made.all(|output| output.hash.is_some() && is_there(output)))
+            Some(made.all(is_made))
         };
         let names = self.shards(dir)?;
         for (i, name) in names.iter().enumerate() {
@@ -184,8 +189,10 @@ impl Repo {
     fn whole(&self, name: &str, answer: Answer) -> Result<u64> {
         match answer {
             Answer::Whole(all_bytes) => Ok(all_bytes),
-            Answer::Absent => bail!("{}: HTTP status 404", self.url_of(name)),
-            Answer::Broken(why) => bail!("{}: {why}", self.url_of(name)),
+            Answer::Absent => bail!("{}: HTTP status 404: check --repo", self.url_of(name)),
+            Answer::Broken(why) => {
+                bail!("{}: {why}: run the same command again later", self.url_of(name))
+            }
         }
     }
 
@@ -284,7 +291,11 @@ impl Repo {
         match head.status {
             206 if head.found.is_some_and(|(start, _)| start == range.start) => {}
             200 if range == (0..u64::MAX) => {}
-            200 | 206 => bail!("{url}: HTTP status {}: the server gives no ranges", head.status),
+            200 | 206 => bail!(
+                "{url}: HTTP status {}: the server gives no ranges: fetch the checkpoint in \
+                 another way, and convert it with --from",
+                head.status
+            ),
             401 | 403 => bail!("{url}: HTTP status {}: HF_TOKEN must open it", head.status),
             404 => return Ok(Answer::Absent),
             408 | 429 | 500.. => return Ok(Answer::Broken(format!("HTTP status {}", head.status))),
@@ -292,7 +303,10 @@ impl Repo {
         }
         let found = head.found.map_or(u64::MAX, |(_, length)| length);
         if let Some(all_bytes) = all_bytes.filter(|all_bytes| *all_bytes != found) {
-            bail!("{url}: expected {all_bytes} bytes, the server has {found}: it was changed");
+            bail!(
+                "{url}: expected {all_bytes} bytes, the server has {found}: it was changed: begin \
+                 anew, in another --to"
+            );
         }
         let mut buffer = vec![0; BLOCK_BYTES];
         let end = range.end.min(found);

@@ -1,6 +1,9 @@
 //! The record of a conversion, `.coli_convert.json` in the output directory: what was asked for,
 //! the source files, and of every output its size and, once it is whole, its hash.
 //!
+//! A source file is bound by its name, its length and the hash of its header: other tensors, or
+//! other places of them, are seen; other numbers at the same places are not.
+//!
 //! An output's hash is written before the output gets its name: a file with its final name is
 //! finished, one that is still `NAME.partial` may be. The record itself is replaced in one step.
 
@@ -10,7 +13,7 @@ use crate::bail;
 use crate::disk::read_exact_at;
 use crate::error::{Context, Error, Result};
 use crate::json::{self, Limits, Value, object, to_compact};
-use crate::safetensors::Directory;
+use crate::safetensors::{Directory, Shard};
 use crate::sys;
 use std::path::Path;
 
@@ -19,8 +22,8 @@ pub const FILE_NAME: &str = ".coli_convert.json";
 /// What stands behind the name of an output that is not finished.
 pub const PARTIAL: &str = ".partial";
 
-/// Changes whenever the same request would give other bytes.
-const FORMAT: usize = 1;
+/// Changes whenever the same request would give other bytes, or a record says something else.
+const FORMAT: usize = 2;
 const FILE_BYTES_MAX: usize = 16 << 20;
 
 /// One file of the source.
@@ -30,6 +33,8 @@ pub struct SourceFile {
     pub name: String,
     /// Its length.
     pub bytes: u64,
+    /// [`hash_header`] of it.
+    pub header_hash: u64,
 }
 
 /// One file of the output.
@@ -69,9 +74,13 @@ impl Manifest {
             let bytes = sys::read_file(&path, FILE_BYTES_MAX)?;
             let value = json::parse(&bytes, Limits::default())?;
             if value.get("format").and_then(Value::as_u64) != Some(FORMAT as u64) {
-                bail!("format: expected {FORMAT}: another version began this conversion");
+                bail!(
+                    "format: expected {FORMAT}: another version began this conversion: finish it \
+                     with that one, or choose another --to"
+                );
             }
-            parse(&value).ok_or_else(|| Error::new("not the record of a conversion"))
+            let why = "not the record of a conversion: choose another --to";
+            parse(&value).ok_or_else(|| Error::new(why))
         };
         read().map(Some).context(|| path.display())
     }
@@ -79,8 +88,13 @@ impl Manifest {
     /// Replaces that of `dir`.
     pub fn write(&self, dir: &Path) -> Result<()> {
         let string = |text: &str| Value::String(text.into());
+        let hex = |hash: u64| Value::String(format!("{hash:016x}"));
         let source = |file: &SourceFile| {
-            object(vec![("name", string(&file.name)), ("bytes", (file.bytes as usize).into())])
+            object(vec![
+                ("name", string(&file.name)),
+                ("bytes", (file.bytes as usize).into()),
+                ("header_hash", hex(file.header_hash)),
+            ])
         };
         let output = |record: &Record| {
             object(vec![
@@ -88,7 +102,7 @@ impl Manifest {
                 ("source", record.source.into()),
                 ("needs", Value::Array(record.needs.iter().map(|i| (*i).into()).collect())),
                 ("bytes", (record.bytes as usize).into()),
-                ("hash", record.hash.map(|hash| Value::String(format!("{hash:016x}"))).into()),
+                ("hash", record.hash.map(hex).into()),
             ])
         };
         let settings = self.settings.iter().map(|(name, value)| (&**name, string(value)));
@@ -110,8 +124,10 @@ fn parse(value: &Value) -> Option<Manifest> {
         // A name, not a way out of its directory.
         (!name.contains('/') && !name.starts_with('.')).then(|| name.to_string())
     };
+    let unhex = |value: &Value| u64::from_str_radix(value.as_str()?, 16).ok();
     let source = |value: &Value| {
-        Some(SourceFile { name: name(value)?, bytes: value.get("bytes")?.as_u64()? })
+        let (name, bytes) = (name(value)?, value.get("bytes")?.as_u64()?);
+        Some(SourceFile { name, bytes, header_hash: unhex(value.get("header_hash")?)? })
     };
     let sources: Vec<SourceFile> =
         value.get("sources")?.as_array()?.iter().map(source).collect::<Option<_>>()?;
@@ -119,7 +135,7 @@ fn parse(value: &Value) -> Option<Manifest> {
     let output = |value: &Value| {
         let hash = match value.get("hash")? {
             Value::Null => None,
-            hash => Some(u64::from_str_radix(hash.as_str()?, 16).ok()?),
+            hash => Some(unhex(hash)?),
         };
         let needs = value.get("needs")?.as_array()?.iter();
         Some(Record {
@@ -170,6 +186,34 @@ impl Hash {
 /// Bytes that are read at once.
 const BLOCK_BYTES: usize = 4 << 20;
 
+/// The [`Hash`] of so many bytes of a file. Errors name the file, and what was read.
+fn hash_span(
+    shard: &Shard,
+    what: &str,
+    mut offset: u64,
+    mut left: u64,
+    buffer: &mut Vec<u8>,
+) -> Result<Hash> {
+    let mut hash = Hash::START;
+    while left > 0 {
+        let count = left.min(BLOCK_BYTES as u64);
+        buffer.resize(count as usize, 0);
+        read_exact_at(&shard.file, &shard.path, what, offset, buffer)?;
+        hash.add(buffer);
+        offset += count;
+        left -= count;
+    }
+    Ok(hash)
+}
+
+/// The [`Hash`] of the header of a shard, its length word included.
+pub fn hash_header(shard: &Shard) -> Result<u64> {
+    let (mut word, what) = ([0; 8], "header");
+    read_exact_at(&shard.file, &shard.path, what, 0, &mut word)?;
+    let header_bytes = u64::from_le_bytes(word).saturating_add(8);
+    Ok(hash_span(shard, what, 0, header_bytes.min(shard.bytes), &mut Vec::new())?.0)
+}
+
 /// Reads a finished output back, from the drive if the system lets go of its copy, and checks
 /// every byte. Errors name the file.
 pub fn verify(path: &Path, record: &Record) -> Result<()> {
@@ -180,18 +224,9 @@ pub fn verify(path: &Path, record: &Record) -> Result<()> {
     let data_start = directory.iter().map(|(_, tensor)| tensor.offset).min();
     let header = (0, data_start.unwrap_or(found_bytes));
     let tensors = directory.iter().map(|(_, tensor)| (tensor.offset, tensor.bytes));
-    let mut buffer = vec![0; BLOCK_BYTES];
-    let mut parts = Vec::new();
-    for (mut offset, mut left) in [header].into_iter().chain(tensors) {
-        let mut hash = Hash::START;
-        while left > 0 {
-            let block = &mut buffer[..left.min(BLOCK_BYTES as u64) as usize];
-            read_exact_at(&shard.file, path, "a check of what was written", offset, block)?;
-            hash.add(block);
-            offset += block.len() as u64;
-            left -= block.len() as u64;
-        }
-        parts.push(hash);
+    let (what, mut buffer, mut parts) = ("a check of what was written", Vec::new(), Vec::new());
+    for (offset, bytes) in [header].into_iter().chain(tensors) {
+        parts.push(hash_span(shard, what, offset, bytes, &mut buffer)?);
     }
     if record.bytes != found_bytes || record.hash != Some(Hash::of_parts(parts)) {
         bail!(

@@ -75,7 +75,10 @@ pub fn run(plan: Plan, request: &Request, on_event: impl FnMut(Event<'_>)) -> Re
         }
         convert(output, &sources, request, &mut writer)?;
     }
-    std::fs::remove_dir_all(&request.from).context(|| request.from.display())
+    if sys::is_present(&request.from) {
+        std::fs::remove_dir_all(&request.from).context(|| request.from.display())?;
+    }
+    Ok(())
 }
 
 /// Makes these outputs of source files that are there.
@@ -275,7 +278,11 @@ impl Encoder {
         };
         self.pool.share(rows * cols, &mut parts, &cuts, &mut self.scratch, work);
         if let Some(row) = self.scratch.iter().find_map(|scratch| scratch.bad_row) {
-            bail!("tensor {}: row {}: a weight is not finite", source.name, first + row);
+            bail!(
+                "tensor {}: row {}: a weight is not finite: fetch its file again, it may be broken",
+                source.name,
+                first + row
+            );
         }
         Ok(())
     }

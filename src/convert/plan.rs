@@ -8,14 +8,14 @@
 #![forbid(unsafe_code)]
 
 use super::classes::{Class, Part, classify};
-use super::manifest::{FILE_NAME, Manifest, PARTIAL, Record, SourceFile};
+use super::manifest::{FILE_NAME, Manifest, PARTIAL, Record, SourceFile, hash_header};
 use super::{METADATA_BYTES_MAX, METADATA_FILES, Request};
 use crate::bail;
 use crate::config::Config;
 use crate::error::{Context, Result};
 use crate::json::{Value, object, to_compact, write_str_compact};
 use crate::quant::{self, Format};
-use crate::safetensors::{Directory, Dtype, STAMP_KEY};
+use crate::safetensors::{Directory, Dtype, STAMP_KEY, Shard};
 use crate::sys;
 use crate::weights::{MatrixSource, Weights};
 use std::cmp::Reverse;
@@ -75,18 +75,18 @@ impl Plan {
     ///
     /// Errors: another model type, before any shard is opened; a tensor that is missing, misshapen
     /// or of no known encoding; a format that readers would take for another one; an output
-    /// directory with other files; a request or a source that differs from what was begun.
+    /// directory with other files; a request or a source that differs from what was begun. What is
+    /// finished needs no source any more.
     pub fn new(request: &Request) -> Result<Plan> {
-        let config = Config::load(&request.from)?;
         let begun = Manifest::read(&request.to)?;
         let settings = request.settings();
         let (manifest, outputs) = match begun.clone() {
             Some(manifest) => {
                 let record = request.to.join(FILE_NAME);
                 check_settings(&manifest.settings, &settings).context(|| record.display())?;
-                resume(request, &config, manifest)?
+                resume(request, manifest)?
             }
-            None => begin(request, &config, settings)?,
+            None => begin(request, settings)?,
         };
         let plan = Plan { manifest, outputs, begun };
         plan.check_target(request)?;
@@ -162,7 +162,8 @@ impl Plan {
             let name = entry.context(|| to.display())?.file_name();
             if name.to_str().is_some_and(foreign) {
                 bail!(
-                    "{}: already there, and not made by this conversion; nothing is overwritten",
+                    "{}: already there, and not made by this conversion: move it away, or choose \
+                     another --to",
                     to.join(name).display()
                 );
             }
@@ -175,7 +176,11 @@ impl Plan {
                 };
                 if read(&source)? != read(&target)? {
                     let source = source.display();
-                    bail!("{}: already there, and not a copy of {source}", target.display());
+                    bail!(
+                        "{}: already there, and not a copy of {source}: move it away, or choose \
+                         another --to",
+                        target.display()
+                    );
                 }
             }
         }
@@ -209,7 +214,10 @@ fn check_settings(begun: &[(String, String)], asked: &[(String, String)]) -> Res
         let before = begun.iter().find(|(begun, _)| begun == name).map(|(_, value)| &**value);
         if before != Some(value) {
             let before = before.unwrap_or("nothing");
-            bail!("begun with {name} {before}, now asked for {name} {value}");
+            bail!(
+                "begun with {name} {before}, now asked for {name} {value}: ask for the former, or \
+                 choose another --to"
+            );
         }
     }
     Ok(())
@@ -217,18 +225,27 @@ fn check_settings(begun: &[(String, String)], asked: &[(String, String)]) -> Res
 
 type Planned = (Manifest, Vec<Output>);
 
+/// Of a source file.
+const CHANGED: &str = "it changed since the conversion began: bring back what it was, or choose \
+                       another --to";
+
 /// The plan of a conversion that no run has begun.
-fn begin(request: &Request, config: &Config, settings: Vec<(String, String)>) -> Result<Planned> {
+fn begin(request: &Request, settings: Vec<(String, String)>) -> Result<Planned> {
+    let config = &Config::load(&request.from)?;
     let directory = Directory::open(&request.from)?;
     if let Some((name, _)) = directory.iter().find(|(name, _)| name.ends_with(".qs")) {
-        bail!("{}: already a container: it has {name}", request.from.display());
+        bail!(
+            "{}: already a container: it has {name}: convert the checkpoint that it was made of",
+            request.from.display()
+        );
     }
     // A tensor that is missing should not be found out after hours.
     Weights::bind(&directory, config)?;
-    let source = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let files = directory.shards().iter();
-    let sources: Vec<SourceFile> =
-        files.map(|file| SourceFile { name: source(&file.path), bytes: file.bytes }).collect();
+    let source = |shard: &Shard| {
+        let name = shard.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        Ok(SourceFile { name, bytes: shard.bytes, header_hash: hash_header(shard)? })
+    };
+    let sources: Vec<SourceFile> = directory.shards().iter().map(source).collect::<Result<_>>()?;
     let all: Vec<usize> = (0..sources.len()).collect();
     let mut groups = group(request, config, &directory, &all, &BTreeSet::new())?;
     // Every source file has its output, be it empty: a gap in the numbers means a missing file.
@@ -251,15 +268,19 @@ fn begin(request: &Request, config: &Config, settings: Vec<(String, String)>) ->
 }
 
 /// The plan of what an earlier run left to do.
-fn resume(request: &Request, config: &Config, mut manifest: Manifest) -> Result<Planned> {
+fn resume(request: &Request, mut manifest: Manifest) -> Result<Planned> {
     for record in &mut manifest.outputs {
         let path = request.to.join(&record.name);
         let partial = request.to.join(format!("{}{PARTIAL}", record.name));
         if record.hash.is_none() || sys::is_present(&path) {
             let found = path.metadata().map_or(record.bytes, |found| found.len());
             if found != record.bytes {
-                let path = path.display();
-                bail!("{path}: expected {} bytes, found {found}: it was changed", record.bytes);
+                bail!(
+                    "{}: expected {} bytes, found {found}: it was changed: delete it, and run the \
+                     same command again",
+                    path.display(),
+                    record.bytes
+                );
             }
         } else if !sys::is_present(&partial) {
             // Deleted or moved away: it is made anew.
@@ -273,21 +294,30 @@ fn resume(request: &Request, config: &Config, mut manifest: Manifest) -> Result<
         let path = request.from.join(&file.name);
         match (path.metadata(), left(i)) {
             (Ok(found), _) if found.len() == file.bytes => present.push(i),
-            (Ok(found), _) => bail!(
-                "{}: expected {} bytes, found {}: it changed since the conversion began",
-                path.display(),
-                file.bytes,
-                found.len()
-            ),
-            (Err(error), Some(output)) => {
-                return Err(error).context(|| format!("{}, for {}", path.display(), output.name));
+            (Ok(found), _) => {
+                let (wanted, found) = (file.bytes, found.len());
+                bail!("{}: expected {wanted} bytes, found {found}: {CHANGED}", path.display());
             }
+            (Err(error), Some(output)) => bail!(
+                "{}, for {}: {error}: bring it back, and run the same command again",
+                path.display(),
+                output.name
+            ),
             (Err(_), None) => {}
         }
     }
     let paths: Vec<_> =
         present.iter().map(|i| request.from.join(&manifest.sources[*i].name)).collect();
     let directory = Directory::open_files(&request.from, &paths)?;
+    for (shard, i) in directory.shards().iter().zip(&present) {
+        if hash_header(shard)? != manifest.sources[*i].header_hash {
+            bail!("{}: other tensors than before: {CHANGED}", shard.path.display());
+        }
+    }
+    if manifest.outputs.iter().all(|record| record.hash.is_some()) {
+        return Ok((manifest, Vec::new()));
+    }
+    let config = &Config::load(&request.from)?;
     let finished = manifest.outputs.iter().filter(|record| record.hash.is_some());
     let finished = finished.map(|record| (record.source, Part::of_file(&record.name))).collect();
     let mut groups = group(request, config, &directory, &present, &finished)?;
@@ -299,7 +329,7 @@ fn resume(request: &Request, config: &Config, mut manifest: Manifest) -> Result<
             let (header, bytes) = lay_out(&mut tensors);
             if bytes != record.bytes {
                 let source = request.from.join(&manifest.sources[record.source].name);
-                bail!("{}: it changed since the conversion began", source.display());
+                bail!("{}: {CHANGED}", source.display());
             }
             outputs.push(Output { index, header, tensors });
         }
@@ -342,7 +372,7 @@ fn group(
             _ => bail!("{}: expected a vector or a matrix, found {:?}", context(), stored.shape),
         };
         let mut source = MatrixSource::bind(directory, name, rows, cols)?;
-        let format = target_format(request.formats.of(class), &source).context(context)?;
+        let format = target_format(request, class, &source).context(context)?;
         let group = groups.entry(key).or_default();
         source.weights.shard = key.0;
         if let Some(scales) = &mut source.scales {
@@ -359,13 +389,15 @@ fn group(
     Ok(groups)
 }
 
-/// What a matrix of a class that is stored as `asked` becomes. Errors: FP8 asked of other bytes;
-/// sizes that a reader would take for another format.
-fn target_format(asked: Format, source: &MatrixSource) -> Result<Format> {
-    let format = match (asked, source.format) {
-        (Format::Fp8Block, Format::Nvfp4) => {
-            bail!("fp8 keeps what is FP8, but this is {}", source.format)
-        }
+/// What a matrix of a class becomes. Errors: FP8 asked of other bytes; sizes that a reader would
+/// take for another format.
+fn target_format(request: &Request, class: Class, source: &MatrixSource) -> Result<Format> {
+    let flag = class.name();
+    let format = match (request.formats.of(class), source.format) {
+        (Format::Fp8Block, Format::Nvfp4) => bail!(
+            "fp8 keeps what is FP8, but this is {}: choose another format with --{flag}",
+            source.format
+        ),
         // Nothing is made FP8 here, and floats lose nothing as they are.
         (Format::Fp8Block, kept) => kept,
         (asked, _) => asked,
@@ -375,7 +407,10 @@ fn target_format(asked: Format, source: &MatrixSource) -> Result<Format> {
         && !needs_stamp(format, source)
     {
         let (rows, cols) = (source.rows, source.cols);
-        bail!("a reader could not tell {format} of a [{rows}, {cols}] matrix by its size");
+        bail!(
+            "a reader could not tell {format} of a [{rows}, {cols}] matrix by its size: choose \
+             another format with --{flag}"
+        );
     }
     Ok(format)
 }

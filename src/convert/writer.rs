@@ -17,6 +17,7 @@ use crate::plan::gb;
 use crate::sys;
 use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
+use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender};
@@ -60,7 +61,8 @@ pub struct Writer<'a, F> {
 }
 
 impl<'a, F: FnMut(Event<'_>)> Writer<'a, F> {
-    /// Makes the directory, copies what is not tensors, and gives finished files their names.
+    /// Makes the directory, copies what is not tensors, and gives finished files their names; what
+    /// is there already is not written again, so that a finished directory may be read-only.
     /// Errors: another conversion writes there, or did since the record was as `begun`; what was
     /// finished is no longer whole.
     pub fn new(
@@ -75,16 +77,19 @@ impl<'a, F: FnMut(Event<'_>)> Writer<'a, F> {
         match dir.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                bail!("{}: another conversion writes there", to.display())
+                bail!("{}: another conversion writes there: wait for its end", to.display())
             }
             Err(TryLockError::Error(error)) => return Err(error).context(|| to.display()),
         }
         if Manifest::read(to)? != begun {
-            bail!("{}: another conversion wrote there meanwhile", to.display());
+            let to = to.display();
+            bail!("{to}: another conversion wrote there meanwhile: run the same command again");
+        }
+        if begun.as_ref() != Some(&manifest) {
+            manifest.write(to)?;
         }
         let verified = BTreeSet::new();
         let mut writer = Writer { request, manifest, on_event, open: None, verified, dir };
-        writer.manifest.write(to)?;
         for name in METADATA_FILES {
             let (source, target) = (request.from.join(name), to.join(name));
             if sys::is_present(&source) && !sys::is_present(&target) {
@@ -253,6 +258,7 @@ pub fn check_room(request: &Request, name: &str, bytes: u64) -> Result<()> {
 
 /// The error of a write, with what a person can do.
 fn cannot_write(path: &Path, error: std::io::Error) -> Error {
-    let path = path.display();
-    Error::new(format!("{path}: {error}: make room, and run the same command again"))
+    let is_room = [ErrorKind::StorageFull, ErrorKind::FileTooLarge, ErrorKind::QuotaExceeded];
+    let step = if is_room.contains(&error.kind()) { "make room" } else { "mend that" };
+    Error::new(format!("{}: {error}: {step}, and run the same command again", path.display()))
 }
