@@ -17,7 +17,7 @@ mod writer;
 mod tests;
 
 use crate::error::Result;
-pub use reader::{Kind, Number, Reader};
+pub use reader::{Kind, Reader};
 pub use writer::{float_repr, to_compact, to_python, write_str_compact};
 
 /// A JSON value. Objects keep the order of the text and hold no key twice.

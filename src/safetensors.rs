@@ -23,6 +23,7 @@ use crate::sys;
 use header::Header;
 use std::collections::HashMap;
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -89,6 +90,16 @@ impl Shard {
         let file = File::open(path)?;
         let bytes = file.metadata()?.len();
         Ok(Shard { path: path.to_path_buf(), file, direct: None, bytes, gbs: 1.0 })
+    }
+
+    /// The length word and the header of a file whose header was found right.
+    pub fn header(&self) -> Result<Vec<u8>> {
+        let mut word = [0; 8];
+        self.file.read_exact_at(&mut word, 0)?;
+        let end = u64::from_le_bytes(word).saturating_add(8).min(self.bytes);
+        let mut header = vec![0; end as usize];
+        self.file.read_exact_at(&mut header, 0)?;
+        Ok(header)
     }
 }
 

@@ -35,7 +35,6 @@
 
 #![forbid(unsafe_code)]
 
-mod foreign;
 mod journal;
 mod store;
 mod stream;
@@ -45,7 +44,6 @@ use crate::safetensors::{Directory, Shard};
 use crate::sys;
 use std::os::unix::fs::FileExt;
 
-pub use foreign::tokens_of_c_engine;
 pub use journal::{Journal, Shape, Timeline};
 pub use store::Sessions;
 use stream::Hash;
@@ -92,16 +90,12 @@ impl Fingerprint {
     }
 }
 
-/// The shard's header was checked when it was opened.
 fn add_shard(hash: &mut Hash, shard: &Shard) -> Result<()> {
-    let mut word = [0; 8];
-    shard.file.read_exact_at(&mut word, 0)?;
-    let payload = 8 + u64::from_le_bytes(word);
-    let mut bytes = vec![0; payload.min(shard.bytes) as usize];
-    shard.file.read_exact_at(&mut bytes, 0)?;
+    let mut bytes = shard.header()?;
     hash.add(&shard.bytes.to_le_bytes());
     hash.add(&bytes);
-    let stride = shard.bytes.saturating_sub(payload) / SAMPLES;
+    let payload = bytes.len() as u64;
+    let stride = (shard.bytes - payload) / SAMPLES;
     for i in 0..SAMPLES {
         bytes.resize(stride.min(SAMPLE_BYTES) as usize, 0);
         shard.file.read_exact_at(&mut bytes, payload + i * stride)?;

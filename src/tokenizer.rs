@@ -16,7 +16,10 @@ pub use decoder::Decoder;
 
 use crate::bail;
 use crate::error::Result;
-use bpe::{Arena, Merges, Vocabulary};
+use bpe::{Merges, Vocabulary};
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
 
 /// What becomes of the text of added tokens, like `<|user|>` or `/nothink`, in text to encode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,30 +31,21 @@ pub enum Special {
     Parse,
 }
 
-/// A token that is matched in the text itself, before the text is split.
-struct Added {
-    content: String,
-    id: u32,
-    /// Left out of decoded text on request.
-    special: bool,
-}
-
 /// A loaded tokenizer.json.
 pub struct Tokenizer {
     /// Bytes of every token by id: the vocabulary, then the added tokens outside it.
-    tokens: Arena,
+    tokens: Vec<Arc<[u8]>>,
+    /// Without the added tokens, which text must not reach.
     vocabulary: Vocabulary,
     merges: Merges,
     /// The token of each single byte.
     byte_ids: [u32; 256],
     /// A piece that is a token as a whole is that token, whatever the merges give.
     ignore_merges: bool,
-    /// In ascending order of content.
-    added: Vec<Added>,
-    /// Positions in `added`, in ascending order of id.
-    added_by_id: Vec<usize>,
-    /// Whether some added token is in the vocabulary too, where text must not reach it.
-    added_in_vocabulary: bool,
+    /// Ids of the added tokens, which are matched in the text itself, before it is split.
+    added: HashMap<String, u32>,
+    /// Of each of them, whether it is left out of decoded text on request.
+    is_special: HashMap<u32, bool>,
     /// Those matched in raw text, then those matched in what is left between them.
     matchers: [Matcher; 2],
 }
@@ -73,28 +67,22 @@ impl Tokenizer {
 
     /// The id of the added token with this exact content.
     pub fn token_id(&self, content: &str) -> Option<u32> {
-        let at = self.added.binary_search_by(|added| added.content.as_str().cmp(content)).ok()?;
-        Some(self.added[at].id)
+        self.added.get(content).copied()
     }
 
     /// The bytes a token stands for; they need not be UTF-8 on their own. `None` out of range.
     pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
-        self.tokens.get(id as usize)
+        self.tokens.get(id as usize).map(|token| &**token)
     }
 
     /// Whether `id` is an added token, special or not.
     pub fn is_added(&self, id: u32) -> bool {
-        self.added_at(id).is_some()
+        self.is_special.contains_key(&id)
     }
 
     /// Whether `id` is an added token marked special, such as a role marker.
     pub fn is_special(&self, id: u32) -> bool {
-        self.added_at(id).is_some_and(|added| added.special)
-    }
-
-    fn added_at(&self, id: u32) -> Option<&Added> {
-        let at = self.added_by_id.binary_search_by_key(&id, |&at| self.added[at].id).ok()?;
-        self.added.get(self.added_by_id[at])
+        self.is_special.get(&id) == Some(&true)
     }
 
     /// The ids of `text`. Nothing is put before or after them.
@@ -114,9 +102,9 @@ impl Tokenizer {
             return self.encode_plain(text, ids);
         };
         let mut start = 0;
-        while let Some(found) = matcher.find(&self.added, text, start) {
+        while let Some((found, id)) = matcher.find(text, start) {
             self.encode_with_added(others, &text[start..found.start], ids);
-            ids.push(found.id);
+            ids.push(id);
             start = found.end;
         }
         self.encode_with_added(others, &text[start..], ids);
@@ -125,13 +113,9 @@ impl Tokenizer {
     fn encode_plain(&self, text: &str, ids: &mut Vec<u32>) {
         for piece in scanner::pieces(text) {
             let piece = piece.as_bytes();
-            let whole = match self.ignore_merges {
-                true => self.vocabulary.get(&self.tokens, piece),
-                false => None,
-            };
-            match whole {
-                Some(id) if !self.added_in_vocabulary || !self.is_added(id) => ids.push(id),
-                _ => bpe::encode_piece(&self.merges, &self.byte_ids, piece, ids),
+            match self.vocabulary.get(piece).filter(|_| self.ignore_merges) {
+                Some(id) => ids.push(*id),
+                None => bpe::encode_piece(&self.merges, &self.byte_ids, piece, ids),
             }
         }
     }
@@ -158,62 +142,32 @@ impl Tokenizer {
     }
 }
 
-/// An added token found in a text.
-struct Found {
-    start: usize,
-    end: usize,
-    id: u32,
-}
-
 /// Finds added tokens: leftmost first, of those at one place the longest.
 struct Matcher {
-    /// Positions in `Tokenizer::added` of the tokens to find, ascending, so by content.
-    members: Vec<usize>,
+    /// Content and id, the longest first.
+    members: Vec<(String, u32)>,
     /// The bytes with which a member starts.
     is_first: [bool; 256],
 }
 
 impl Matcher {
-    fn new(added: &[Added], members: Vec<usize>) -> Matcher {
+    fn new(members: Vec<(String, u32)>) -> Matcher {
         let mut is_first = [false; 256];
-        for &member in &members {
-            is_first[usize::from(added[member].content.as_bytes()[0])] = true;
+        for (content, _) in &members {
+            is_first[usize::from(content.as_bytes()[0])] = true;
         }
         Matcher { members, is_first }
     }
 
-    /// The first match in `text` at or after byte `from`.
-    fn find(&self, added: &[Added], text: &str, from: usize) -> Option<Found> {
-        if self.members.is_empty() {
-            return None;
-        }
+    /// The first match in `text` at or after byte `from`, with the token's id.
+    fn find(&self, text: &str, from: usize) -> Option<(Range<usize>, u32)> {
         let bytes = text.as_bytes();
-        let mut start = from;
-        loop {
-            start += bytes[start..].iter().position(|&byte| self.is_first[usize::from(byte)])?;
-            if let Some((end, id)) = self.longest_at(added, bytes, start) {
-                return Some(Found { start, end, id });
-            }
-            start += 1;
-        }
-    }
-
-    /// End and id of the longest member at `start`: the sorted members that go on as the text does
-    /// are narrowed byte by byte; the shortest of them is first.
-    fn longest_at(&self, added: &[Added], bytes: &[u8], start: usize) -> Option<(usize, u32)> {
-        let mut members = self.members.as_slice();
-        let mut longest = None;
-        for (depth, &byte) in bytes[start..].iter().enumerate() {
-            let at_depth = |member: &usize| added[*member].content.as_bytes()[depth];
-            let first = members.partition_point(|member| at_depth(member) < byte);
-            members = &members[first..];
-            members = &members[..members.partition_point(|member| at_depth(member) == byte)];
-            let Some(&shortest) = members.first() else { break };
-            if added[shortest].content.len() == depth + 1 {
-                longest = Some((start + depth + 1, added[shortest].id));
-                members = &members[1..];
-            }
-        }
-        longest
+        let mut places = (from..bytes.len()).filter(|&at| self.is_first[usize::from(bytes[at])]);
+        places.find_map(|at| {
+            let is_here =
+                |(content, _): &&(String, u32)| bytes[at..].starts_with(content.as_bytes());
+            let (content, id) = self.members.iter().find(is_here)?;
+            Some((at..at + content.len(), *id))
+        })
     }
 }

@@ -466,7 +466,7 @@ fn schemas_beyond_the_subset_are_refused_with_their_pointer() {
         (r#"{"$ref":"http://x/y"}"#, "#/$ref: `http://x/y`: only references within the document"),
         (r##"{"$ref":"#"}"##, "#: left recursion"),
         (r##"{"properties":{"a":{"$ref":"#"}},"required":["a"]}"##, "#: no text matches it"),
-        (r#"{"properties":{},"required":["a"]}"#, "#/required: `a` is no property"),
+        (r#"{"additionalProperties":false,"required":["a"]}"#, "#/required: `a` is no property"),
         (r#"{"required":"a"}"#, "#/required: expected an array of strings"),
         (r#"{"properties":[]}"#, "#/properties: expected an object, found an array"),
         (r#"{"minItems":131072,"items":{"minItems":131072}}"#, "expands to more than"),

@@ -426,7 +426,7 @@ fn vocabulary_merges_and_added_tokens_must_agree() {
             "content has 0 bytes, expected 1 to 1024",
         ),
         (toy(&[], "[]", &format!("[{}]", added(256, &"x".repeat(1025), ""))), "has 1025 bytes"),
-        (toy(&[], "[]", &format!("[{}]", added(97, "a", ""))), "single byte 0x61 is added"),
+        (toy(&[], "[]", &format!("[{}]", added(97, "a", ""))), "no token for the single byte 0x61"),
         (
             toy(&[], "[]", &format!("[{}]", added(256, "<c>", "lstrip"))),
             "lstrip is not implemented",
@@ -439,7 +439,7 @@ fn vocabulary_merges_and_added_tokens_must_agree() {
         ),
         (
             toy(&["ab"], r#"["a b"]"#, &format!("[{}]", added(256, "ab", ""))),
-            "model.merges[0]: \"ab\" is an added token",
+            "model.merges[0]: \"ab\" is not in the vocabulary",
         ),
         (document.replace("\"merges\"", "\"model_type\""), "unknown field \"model_type\""),
         (document.replacen("\"version\"", "\"normalizer\"", 1), "normalizer"),

@@ -5,7 +5,7 @@
 
 /// Code points in ascending, disjoint, non-adjacent inclusive ranges, never a surrogate; then
 /// markers.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct CharSet(Vec<(u32, u32)>);
 
 const SURROGATES: (u32, u32) = (0xd800, 0xdfff);
@@ -15,7 +15,7 @@ const MARKERS: u32 = 1 << 21;
 
 impl CharSet {
     /// The union of inclusive ranges.
-    pub(super) fn new(mut ranges: Vec<(u32, u32)>) -> CharSet {
+    fn new(mut ranges: Vec<(u32, u32)>) -> CharSet {
         ranges.sort_unstable();
         let mut merged: Vec<(u32, u32)> = Vec::new();
         for (low, high) in ranges {
@@ -33,9 +33,25 @@ impl CharSet {
         CharSet(merged)
     }
 
+    /// The code points from `low` to `high`.
+    pub(super) fn range(low: u32, high: u32) -> CharSet {
+        CharSet::new(vec![(low, high)])
+    }
+
+    /// The ranges whose first and last characters are in `ends`, one behind the other.
+    pub(super) fn ranges(ends: &str) -> CharSet {
+        let ends: Vec<u32> = ends.chars().map(u32::from).collect();
+        CharSet::new(ends.as_chunks::<2>().0.iter().map(|[low, high]| (*low, *high)).collect())
+    }
+
     /// The characters of `text`.
     pub(super) fn of(text: &str) -> CharSet {
         CharSet::new(text.chars().map(|char| (char as u32, char as u32)).collect())
+    }
+
+    /// The characters that a JSON string cannot hold as themselves.
+    pub(super) fn escaped_in_json() -> CharSet {
+        CharSet::ranges("\0\u{1f}\"\"\\\\")
     }
 
     /// The marker of a token.
@@ -51,28 +67,21 @@ impl CharSet {
 
     /// Every character that is not in the set, markers left aside.
     pub(super) fn complement(&self) -> CharSet {
-        let mut ranges = Vec::new();
-        let mut low = 0;
-        for &(start, end) in self.0.iter().take_while(|range| range.0 < MARKERS) {
-            if low < start {
-                ranges.push((low, start - 1));
-            }
-            low = end + 1;
-        }
-        if low <= LAST {
-            ranges.push((low, LAST));
-        }
-        CharSet::new(ranges)
+        let members = self.0.iter().filter(|range| range.0 < MARKERS);
+        let starts = [0].into_iter().chain(members.clone().map(|range| range.1 + 1));
+        let ends = members.map(|range| range.0).chain([LAST + 1]);
+        let gaps = starts.zip(ends).filter(|(start, end)| start < end);
+        CharSet::new(gaps.map(|(start, end)| (start, end - 1)).collect())
     }
 
-    /// The characters in either set.
-    pub(super) fn union(&self, other: &CharSet) -> CharSet {
-        CharSet::new([&self.0[..], &other.0[..]].concat())
+    /// The characters in any of the sets.
+    pub(super) fn union(sets: &[CharSet]) -> CharSet {
+        CharSet::new(sets.iter().flat_map(|set| &set.0).copied().collect())
     }
 
     /// The characters that are not in `other`.
     pub(super) fn minus(&self, other: &CharSet) -> CharSet {
-        self.complement().union(other).complement()
+        CharSet::union(&[self.complement(), other.clone()]).complement()
     }
 
     /// The only member, if there is exactly one.
@@ -100,6 +109,12 @@ impl CharSet {
     }
 }
 
+impl From<char> for CharSet {
+    fn from(char: char) -> CharSet {
+        CharSet::range(char.into(), char.into())
+    }
+}
+
 /// A set of characters as the matcher wants it.
 #[derive(Debug)]
 pub(super) struct Class {
@@ -113,7 +128,7 @@ pub(super) struct Class {
 impl Class {
     pub(super) fn new(set: CharSet) -> Class {
         let ascii = set.up_to(127).fold(0, |bits, char| bits | 1 << char as u32);
-        let above = CharSet::new(vec![(128, LAST)]);
+        let above = CharSet::range(128, LAST);
         Class { ascii, all_above_ascii: above.minus(&set).is_empty(), set }
     }
 }

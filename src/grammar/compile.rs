@@ -97,21 +97,15 @@ impl Builder {
         self.class(CharSet::marker(token))
     }
 
-    /// One of the characters of `members`.
-    pub(super) fn one_of(&mut self, members: &str) -> Expr {
-        self.class(CharSet::of(members))
-    }
-
     /// The characters of `text` in a row.
     pub(super) fn literal(&mut self, text: &str) -> Expr {
-        let mut buffer = [0; 4];
-        Expr::Seq(text.chars().map(|char| self.one_of(char.encode_utf8(&mut buffer))).collect())
+        Expr::Seq(text.chars().map(|char| self.class(char.into())).collect())
     }
 
     /// Any one of the alternatives; without any, nothing.
     pub(super) fn any_of(&mut self, mut alternatives: Vec<Expr>) -> Expr {
         match alternatives.len() {
-            0 => self.one_of(""),
+            0 => self.class(CharSet::default()),
             1 => alternatives.remove(0),
             _ => Expr::Alt(alternatives),
         }

@@ -1,4 +1,4 @@
-//! GBNF text to a grammar.
+//! GBNF text to a grammar, or to an expression of a grammar that is made otherwise.
 
 #![forbid(unsafe_code)]
 
@@ -10,46 +10,57 @@ use crate::bail;
 use crate::error::{Context, Result};
 use std::collections::HashMap;
 
-/// The rules met so far.
-#[derive(Default)]
-struct Rules {
-    numbers: HashMap<String, u32>,
+/// What a name stands for that is not a rule of the text.
+type Known<'k> = &'k dyn Fn(&str) -> Option<Expr>;
+
+/// The names of a text.
+struct Names<'k> {
+    known: Known<'k>,
+    /// The rules met so far.
+    rules: HashMap<String, u32>,
     /// Offset at which each was first met.
-    met_at: Vec<usize>,
+    met_at: Vec<(u32, usize)>,
 }
 
 /// [`Grammar::from_gbnf`].
 pub(super) fn compile(text: &str) -> Result<Grammar> {
-    compile_rules(text).context(|| "grammar")
+    let compiled = || {
+        let mut builder = Builder::default();
+        match rules(&mut builder, text)?.get("root") {
+            Some(root) => builder.build(*root),
+            None => bail!("the rule `root` is not defined"),
+        }
+    };
+    compiled().context(|| "grammar")
 }
 
-fn compile_rules(text: &str) -> Result<Grammar> {
-    let mut builder = Builder::default();
-    let mut parser = Parser::new(text, &mut builder, Rules::default())?;
-    loop {
-        Rules::skip(&mut parser);
-        if parser.peek().is_none() {
-            break;
-        }
+/// Defines the rules of a text, and returns their numbers by name.
+pub(super) fn rules(builder: &mut Builder, text: &str) -> Result<HashMap<String, u32>> {
+    let mut parser = Parser::new(text, builder, Names::new(&|_| None))?;
+    Names::skip(&mut parser);
+    while parser.peek().is_some() {
         define_rule(&mut parser)?;
     }
-    let Rules { numbers, met_at } = &parser.syntax;
-    for (number, offset) in met_at.iter().enumerate() {
-        if !parser.builder.is_defined(number as u32) {
+    for (rule, offset) in &parser.syntax.met_at {
+        if !parser.builder.is_defined(*rule) {
             return Err(parser.error_at(*offset, "this rule is not defined"));
         }
     }
-    let Some(&root) = numbers.get("root") else { bail!("the rule `root` is not defined") };
-    builder.build(root)
+    Ok(parser.syntax.rules)
 }
 
-fn define_rule(parser: &mut Parser<Rules>) -> Result<()> {
-    let start = parser.offset();
+/// The expression that `text` is, all of whose names are `known`.
+pub(super) fn expression(builder: &mut Builder, text: &str, known: Known<'_>) -> Result<Expr> {
+    Parser::new(text, builder, Names::new(known))?.alternatives()
+}
+
+fn define_rule(parser: &mut Parser<Names<'_>>) -> Result<()> {
+    let start = parser.at;
     let name = identifier(parser);
     if name.is_empty() {
         return Err(parser.expected("a rule name"));
     }
-    Rules::skip(parser);
+    Names::skip(parser);
     if !parser.eat("::=") {
         return Err(parser.expected("'::='"));
     }
@@ -63,37 +74,33 @@ fn define_rule(parser: &mut Parser<Rules>) -> Result<()> {
     Ok(())
 }
 
-fn identifier<'a>(parser: &mut Parser<'a, Rules>) -> &'a str {
+fn identifier<'a>(parser: &mut Parser<'a, Names<'_>>) -> &'a str {
     parser.take_while(|char| char.is_ascii_alphanumeric() || char == '-' || char == '_')
 }
 
 /// The number of the rule `name`, which is met at `offset`.
-fn number_of(parser: &mut Parser<Rules>, name: &str, offset: usize) -> Result<u32> {
-    if let Some(&number) = parser.syntax.numbers.get(name) {
+fn number_of(parser: &mut Parser<Names<'_>>, name: &str, offset: usize) -> Result<u32> {
+    if let Some(&number) = parser.syntax.rules.get(name) {
         return Ok(number);
     }
     let number = parser.builder.declare("")?;
-    parser.syntax.met_at.push(offset);
-    parser.syntax.numbers.insert(name.into(), number);
+    parser.syntax.met_at.push((number, offset));
+    parser.syntax.rules.insert(name.into(), number);
     Ok(number)
 }
 
-/// A literal after its opening quote, which was at `start`.
-fn literal(parser: &mut Parser<Rules>, start: usize) -> Result<Expr> {
-    let mut items = Vec::new();
-    loop {
-        let set = match parser.next() {
-            Some('"') => return Ok(Expr::seq(items)),
-            None | Some('\n') => return Err(parser.error_at(start, "unterminated literal")),
-            Some('\\') => parser.escaped()?,
-            Some(char) => CharSet::of(char.encode_utf8(&mut [0; 4])),
-        };
-        items.push(parser.builder.class(set));
+impl<'k> Names<'k> {
+    fn new(known: Known<'k>) -> Names<'k> {
+        Names { known, rules: HashMap::new(), met_at: Vec::new() }
     }
 }
 
-impl Syntax for Rules {
-    const HAS_LAZY: bool = false;
+impl Syntax for Names<'_> {
+    const IS_REGEX: bool = false;
+
+    fn any() -> CharSet {
+        CharSet::default().complement()
+    }
 
     /// White space and comments.
     fn skip(parser: &mut Parser<Self>) {
@@ -106,50 +113,43 @@ impl Syntax for Rules {
         }
     }
 
+    /// A name or a literal.
     fn atom(parser: &mut Parser<Self>) -> Result<Option<Expr>> {
-        let start = parser.offset();
+        let start = parser.at;
         let name = identifier(parser);
         if !name.is_empty() {
-            let end = parser.offset();
+            let end = parser.at;
             Self::skip(parser);
-            if parser.rest().starts_with("::=") {
-                parser.rewind(start);
-                return Ok(None);
-            }
-            parser.rewind(end);
-            return Ok(Some(Expr::Rule(number_of(parser, name, start)?)));
+            let is_next_rule = parser.rest().starts_with("::=");
+            parser.at = if is_next_rule { start } else { end };
+            return match (parser.syntax.known)(name) {
+                _ if is_next_rule => Ok(None),
+                Some(expr) => Ok(Some(expr)),
+                None => Ok(Some(Expr::Rule(number_of(parser, name, start)?))),
+            };
         }
-        let set = match parser.peek() {
-            None | Some('|' | ')') => return Ok(None),
-            Some('"') => {
-                parser.next();
-                return literal(parser, start).map(Some);
-            }
-            Some('(') => {
-                parser.next();
-                return parser.group(start).map(Some);
-            }
-            Some('[') => {
-                parser.next();
-                parser.class(start)?
-            }
-            Some('.') => {
-                parser.next();
-                CharSet::new(Vec::new()).complement()
-            }
-            Some(_) => return Err(parser.expected("a rule, literal, class or group")),
-        };
-        if set.is_empty() {
-            return Err(parser.error_at(start, "a class without characters"));
+        if !parser.eat("\"") {
+            return Err(parser.expected("a rule, literal, class or group"));
         }
-        Ok(Some(parser.builder.class(set)))
+        let mut items = Vec::new();
+        loop {
+            let set = match parser.next() {
+                Some('"') => return Ok(Some(Expr::seq(items))),
+                None | Some('\n') => return Err(parser.error_at(start, "unterminated literal")),
+                Some('\\') => parser.escaped()?,
+                Some(char) => char.into(),
+            };
+            items.push(parser.builder.class(set));
+        }
+    }
+
+    fn char(parser: &mut Parser<Self>, set: CharSet) -> Result<Expr> {
+        Ok(parser.builder.class(set))
     }
 
     fn escape(parser: &mut Parser<Self>, escape: char) -> Result<CharSet> {
         match escape {
-            '"' | '\\' | '[' | ']' | '-' | '^' => Ok(CharSet::of(escape.encode_utf8(&mut [0; 4]))),
-            'x' => parser.code_point(2),
-            'u' => parser.code_point(4),
+            '"' | '\\' | '[' | ']' | '-' | '^' => Ok(escape.into()),
             'U' => parser.code_point(8),
             _ => Err(parser.unknown_escape(escape)),
         }

@@ -7,7 +7,8 @@
 #![forbid(unsafe_code)]
 
 use super::Grammar;
-use super::matcher::{DEAD, Matcher, Run};
+use super::charset::Class;
+use super::matcher::{DEAD, Matcher};
 use crate::error::Result;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ const MASKS_MAX: usize = 256;
 const TRAIL_MAX: usize = 256;
 
 /// A byte that tokens with a common beginning share, in a tree stored depth first.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct TrieNode {
     /// Bit b: byte b is in some token here or below, from this node on.
     ascii: u128,
@@ -35,8 +36,9 @@ struct TrieNode {
 }
 
 /// Bytes from 128 on in the tokens at a node and below, read from this node on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 enum AboveAscii {
+    #[default]
     None,
     /// UTF-8, whose last character may be cut.
     Characters,
@@ -72,25 +74,14 @@ impl Vocabulary {
             close(&mut nodes, &mut path, shared);
             for &byte in &bytes[shared..] {
                 path.push(nodes.len());
-                let depth = path.len() as u32;
-                let (first, above_ascii) = (rank as u32, AboveAscii::None);
-                nodes.push(TrieNode {
-                    ascii: 0,
-                    end: 0,
-                    first,
-                    height: 0,
-                    depth,
-                    byte,
-                    above_ascii,
-                });
+                let (first, depth) = (rank as u32, path.len() as u32);
+                nodes.push(TrieNode { first, depth, byte, ..TrieNode::default() });
             }
             summarize(&mut nodes, &path, bytes);
             previous = bytes;
         }
         close(&mut nodes, &mut path, 0);
-        let (first, above_ascii) = (tokens.len() as u32, AboveAscii::None);
-        let last = TrieNode { ascii: 0, end: 0, first, height: 0, depth: 0, byte: 0, above_ascii };
-        nodes.push(last);
+        nodes.push(TrieNode { first: tokens.len() as u32, ..TrieNode::default() });
         Vocabulary { nodes, tokens: tokens.into_iter().map(|(_, id)| id).collect(), size }
     }
 }
@@ -130,13 +121,13 @@ fn summarize(nodes: &mut [TrieNode], path: &[usize], bytes: &[u8]) {
     }
 }
 
-/// Whether every token at a node and below is a part of the run.
-fn is_within(node: &TrieNode, run: &Run) -> bool {
-    node.ascii & !run.ascii == 0
-        && node.height <= run.count
+/// Whether every token at a node and below consists of characters of `class`, `count` at most.
+fn is_within(node: &TrieNode, (class, count): (&Class, u32)) -> bool {
+    node.ascii & !class.ascii == 0
+        && node.height <= count
         && match node.above_ascii {
             AboveAscii::None => true,
-            AboveAscii::Characters => run.all_above_ascii,
+            AboveAscii::Characters => class.all_above_ascii,
             AboveAscii::Other => false,
         }
 }
@@ -319,7 +310,7 @@ impl Constraint {
             path.truncate(node.depth as usize);
             let before = path[path.len() - 1];
             let end = node.end as usize;
-            if self.matcher.runs(before).iter().any(|run| is_within(node, run)) {
+            if self.matcher.runs(before).any(|run| is_within(node, run)) {
                 allow(node.first, nodes[end].first);
                 at = end;
                 continue;

@@ -11,7 +11,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::charset::{CharSet, Partial};
+use super::charset::{CharSet, Class, Partial};
 use super::{Grammar, Node, RETURN};
 use crate::bail;
 use crate::error::Result;
@@ -72,6 +72,20 @@ impl Sets {
         (depth <= STACK_DEPTH_MAX).then(|| self.intern(Box::new([(top, below)]), depth))
     }
 
+    /// Takes over a set of another collection; `adopted` are those taken over so far. Recursion is
+    /// as deep as the stacks.
+    fn adopt(&mut self, from: &Sets, set: u32, adopted: &mut HashMap<u32, u32>) -> u32 {
+        if let Some(&known) = adopted.get(&set) {
+            return known;
+        }
+        let (stacks, depth) = &from.all[set as usize];
+        let adopt = |(top, below): &(u32, u32)| (*top, self.adopt(from, *below, adopted));
+        let stacks = stacks.iter().map(adopt).collect();
+        let number = self.intern(stacks, *depth);
+        adopted.insert(set, number);
+        number
+    }
+
     /// Stacks of either set; recursion is as deep as the stacks at most. Without fuel the result
     /// means nothing.
     fn union(&mut self, a: u32, b: u32, fuel: &mut u32) -> u32 {
@@ -114,21 +128,13 @@ struct Ways {
     tops: Box<[(u32, u32)]>,
 }
 
-/// Characters that may follow in any number up to `count`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Run {
-    /// Bit b: the character b.
-    pub(super) ascii: u128,
-    pub(super) all_above_ascii: bool,
-    pub(super) count: u32,
-}
-
 /// What is known of a state beyond [`Ways`].
 #[derive(Clone, Debug, Default)]
 struct Summary {
     /// Bytes below 128 that may come next.
     ascii: u128,
-    runs: Box<[Run]>,
+    /// Classes of which characters may follow in any number up to a count.
+    runs: Box<[(u32, u32)]>,
 }
 
 /// A grammar with the states met so far.
@@ -188,29 +194,14 @@ impl Matcher {
         self.numbers.clear();
         self.size = 0;
         self.steps.fill((DEAD, 0, DEAD));
-        // A set is made after all that are in it: marked in descending order, moved in ascending.
-        let mut is_needed = vec![false; old.all.len()];
-        let tops = kept.iter().flat_map(|state| states[*state as usize].0.tops.iter());
-        tops.for_each(|top| is_needed[top.1 as usize] = true);
-        for set in (0..old.all.len()).rev().filter(|set| *set > BOTTOM as usize) {
-            if is_needed[set] {
-                old.all[set].0.iter().for_each(|below| is_needed[below.1 as usize] = true);
-            }
-        }
-        let mut moved = vec![EMPTY, BOTTOM];
-        let renumber = |pairs: &[(u32, u32)], moved: &[u32]| -> Box<[(u32, u32)]> {
-            pairs.iter().map(|(node, set)| (*node, moved[*set as usize])).collect()
-        };
-        for (set, (stacks, depth)) in old.all.iter().enumerate().skip(moved.len()) {
-            moved.push(match is_needed[set] {
-                true => self.sets.intern(renumber(stacks, &moved), *depth),
-                false => EMPTY,
-            });
-        }
         self.intern(Partial::default(), Box::new([]), false);
+        let mut adopted = HashMap::new();
         for state in kept {
-            let ways = &states[*state as usize].0;
-            *state = self.intern(ways.partial, renumber(&ways.tops, &moved), ways.is_complete);
+            let Ways { partial, is_complete, tops } = &states[*state as usize].0;
+            let adopt =
+                |(node, set): &(u32, u32)| (*node, self.sets.adopt(&old, *set, &mut adopted));
+            let tops = tops.iter().map(adopt).collect();
+            *state = self.intern(*partial, tops, *is_complete);
         }
     }
 
@@ -219,9 +210,11 @@ impl Matcher {
         self.states[state as usize].0.is_complete
     }
 
-    /// The runs of characters that may follow at a state, none within a character.
-    pub(super) fn runs(&self, state: u32) -> &[Run] {
-        &self.states[state as usize].1.runs
+    /// Classes of which characters may follow at a state in any number up to a count; none within
+    /// a character.
+    pub(super) fn runs(&self, state: u32) -> impl Iterator<Item = (&Class, u32)> {
+        let runs = self.states[state as usize].1.runs.iter();
+        runs.map(|&(class, count)| (&self.grammar.classes[class as usize], count))
     }
 
     /// The state after one more byte.
@@ -236,15 +229,14 @@ impl Matcher {
         if (known.0, known.1) == (state, byte) {
             return Ok(known.2);
         }
-        let after = self.make_step(state, byte)?;
+        let after = match self.states[state as usize].0.partial.advance(byte) {
+            None => DEAD,
+            Some((partial, low, high)) => {
+                self.read(state, partial, &|class| class.intersects(low, high))?
+            }
+        };
         self.steps[slot] = (state, byte, after);
         Ok(after)
-    }
-
-    fn make_step(&mut self, state: u32, byte: u8) -> Result<u32> {
-        let ways = &self.states[state as usize].0;
-        let Some((partial, low, high)) = ways.partial.advance(byte) else { return Ok(DEAD) };
-        self.read(state, partial, &|class| class.intersects(low, high))
     }
 
     /// The state after the marker of a token.
@@ -366,15 +358,12 @@ impl Matcher {
         if !ways.partial.is_boundary() {
             return Summary::default();
         }
-        let mut runs: Vec<Run> = Vec::new();
-        let mut ascii = 0;
+        let (mut runs, mut ascii) = (Vec::new(), 0);
         for &(node, _) in &ways.tops {
             let Node::Char { class, .. } = self.grammar.nodes[node as usize] else { continue };
-            let class = &self.grammar.classes[class as usize];
-            ascii |= class.ascii;
-            let count = self.grammar.runs[node as usize];
-            let run = Run { ascii: class.ascii, all_above_ascii: class.all_above_ascii, count };
-            if count > 1 && !runs.contains(&run) {
+            ascii |= self.grammar.classes[class as usize].ascii;
+            let run = (class, self.grammar.runs[node as usize]);
+            if run.1 > 1 && !runs.contains(&run) {
                 runs.push(run);
             }
         }

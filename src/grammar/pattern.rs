@@ -1,5 +1,5 @@
 //! What GBNF and regular expressions write alike: alternatives of sequences of repeated atoms,
-//! groups, and classes of characters.
+//! groups, classes of characters, and most escapes.
 
 #![forbid(unsafe_code)]
 
@@ -11,21 +11,27 @@ use crate::error::{Error, Result};
 
 /// Where the two languages differ.
 pub(super) trait Syntax: Sized {
+    /// Whether groups may open with `(?:`, and a `?` behind a repetition has no other meaning.
+    const IS_REGEX: bool;
+    /// The characters that `.` stands for.
+    fn any() -> CharSet;
     /// Skips what may stand between two items.
     fn skip(parser: &mut Parser<Self>);
-    /// The atom that starts here, its first character not yet read; `None` where a sequence ends.
+    /// An atom that the other language does not have, its first character not yet read; `None`
+    /// where a sequence ends.
     fn atom(parser: &mut Parser<Self>) -> Result<Option<Expr>>;
-    /// The characters of the escape that starts with `escape`, which is behind a backslash and
-    /// read.
+    /// A character of `set`.
+    fn char(parser: &mut Parser<Self>, set: CharSet) -> Result<Expr>;
+    /// The characters of an escape that the other language does not have, which starts with
+    /// `escape`; that is behind a backslash and read.
     fn escape(parser: &mut Parser<Self>, escape: char) -> Result<CharSet>;
-    /// Whether a repetition may be followed by `?`, as in `a*?`, without another meaning.
-    const HAS_LAZY: bool;
 }
 
 /// A cursor over the text of a grammar or pattern.
 pub(super) struct Parser<'a, S> {
     text: &'a str,
-    at: usize,
+    /// Byte offset of the next character.
+    pub(super) at: usize,
     depth: usize,
     pub(super) builder: &'a mut Builder,
     pub(super) syntax: S,
@@ -37,16 +43,6 @@ impl<'a, S: Syntax> Parser<'a, S> {
             bail!("{} bytes, at most {TEXT_BYTES_MAX} are allowed", text.len());
         }
         Ok(Parser { text, at: 0, depth: 0, builder, syntax })
-    }
-
-    /// Byte offset of the next character.
-    pub(super) fn offset(&self) -> usize {
-        self.at
-    }
-
-    /// Goes back to an earlier offset.
-    pub(super) fn rewind(&mut self, offset: usize) {
-        self.at = offset;
     }
 
     pub(super) fn rest(&self) -> &'a str {
@@ -108,7 +104,7 @@ impl<'a, S: Syntax> Parser<'a, S> {
         let mut items = Vec::new();
         loop {
             S::skip(self);
-            let Some(atom) = S::atom(self)? else { return Ok(Expr::seq(items)) };
+            let Some(atom) = self.atom()? else { return Ok(Expr::seq(items)) };
             S::skip(self);
             items.push(match self.repetition()? {
                 Some((min, max)) => atom.repeat(min, max),
@@ -117,8 +113,24 @@ impl<'a, S: Syntax> Parser<'a, S> {
         }
     }
 
+    /// The atom that starts here; `None` where a sequence ends.
+    fn atom(&mut self) -> Result<Option<Expr>> {
+        let start = self.at;
+        let set = match self.peek() {
+            None | Some('|' | ')') => return Ok(None),
+            _ if self.eat("(") => return self.group(start).map(Some),
+            _ if self.eat("[") => self.class(start)?,
+            _ if self.eat(".") => S::any(),
+            _ => return S::atom(self),
+        };
+        S::char(self, set).map(Some)
+    }
+
     /// A group after its opening, which started at `start`.
-    pub(super) fn group(&mut self, start: usize) -> Result<Expr> {
+    fn group(&mut self, start: usize) -> Result<Expr> {
+        if S::IS_REGEX && !self.eat("?:") && self.peek() == Some('?') {
+            return Err(self.error_at(start, "only plain groups and (?: are supported"));
+        }
         if self.depth == NESTING_MAX {
             return Err(self.error_at(start, format!("more than {NESTING_MAX} nested groups")));
         }
@@ -136,29 +148,27 @@ impl<'a, S: Syntax> Parser<'a, S> {
     fn repetition(&mut self) -> Result<Option<(u32, u32)>> {
         let start = self.at;
         let (min, max) = match self.peek() {
-            Some('?') => (0, 1),
-            Some('*') => (0, UNBOUNDED),
-            Some('+') => (1, UNBOUNDED),
-            Some('{') => {
-                self.next();
+            _ if self.eat("?") => (0, 1),
+            _ if self.eat("*") => (0, UNBOUNDED),
+            _ if self.eat("+") => (1, UNBOUNDED),
+            _ if self.eat("{") => {
                 let min = self.count()?;
                 let max = match self.eat(",") {
                     true if self.peek() == Some('}') => UNBOUNDED,
                     true => self.count()?,
                     false => min,
                 };
-                if self.peek() != Some('}') {
+                if !self.eat("}") {
                     return Err(self.expected("'}' after the counts of a repetition"));
                 }
                 (min, max)
             }
             _ => return Ok(None),
         };
-        self.next();
         if min > max {
             return Err(self.error_at(start, format!("repetition {{{min},{max}}} is backwards")));
         }
-        if S::HAS_LAZY {
+        if S::IS_REGEX {
             self.eat("?");
         }
         Ok(Some((min, max)))
@@ -176,75 +186,71 @@ impl<'a, S: Syntax> Parser<'a, S> {
     }
 
     /// A class after its `[`, which was at `start`.
-    pub(super) fn class(&mut self, start: usize) -> Result<CharSet> {
+    fn class(&mut self, start: usize) -> Result<CharSet> {
         let is_negated = self.eat("^");
-        let mut set = CharSet::new(Vec::new());
-        let mut ranges = Vec::new();
+        let mut sets = Vec::new();
         while !self.eat("]") {
             let from = self.at;
             let low = self.class_atom(start)?;
             // A minus that is last in the class is a character.
             if !self.rest().starts_with('-') || self.rest().starts_with("-]") {
-                match low.single() {
-                    Some(char) => ranges.push((char, char)),
-                    None => set = set.union(&low),
-                }
+                sets.push(low);
                 continue;
             }
             self.next();
             let high = self.class_atom(start)?;
             match (low.single(), high.single()) {
-                (Some(low), Some(high)) if low <= high => ranges.push((low, high)),
+                (Some(low), Some(high)) if low <= high => sets.push(CharSet::range(low, high)),
                 _ => {
                     let range = &self.text[from..self.at];
                     return Err(self.error_at(from, format!("the range {range} is backwards")));
                 }
             }
         }
-        set = set.union(&CharSet::new(ranges));
-        Ok(if is_negated { set.complement() } else { set })
+        let set = CharSet::union(&sets);
+        let set = if is_negated { set.complement() } else { set };
+        if set.is_empty() {
+            return Err(self.error_at(start, "a class without characters"));
+        }
+        Ok(set)
     }
 
     fn class_atom(&mut self, start: usize) -> Result<CharSet> {
         match self.next() {
             None | Some('\n') => Err(self.error_at(start, "unterminated class")),
             Some('\\') => self.escaped(),
-            Some(char) => Ok(CharSet::of(char.encode_utf8(&mut [0; 4]))),
+            Some(char) => Ok(char.into()),
         }
     }
 
     /// The characters of an escape after its backslash.
     pub(super) fn escaped(&mut self) -> Result<CharSet> {
         let start = self.at - 1;
-        let Some(escape) = self.next() else {
-            return Err(self.error_at(start, "a backslash at the end"));
-        };
-        let control = match escape {
-            'n' => "\n",
-            'r' => "\r",
-            't' => "\t",
-            _ => return S::escape(self, escape),
-        };
-        Ok(CharSet::of(control))
+        match self.next() {
+            None => Err(self.error_at(start, "a backslash at the end")),
+            Some('n') => Ok('\n'.into()),
+            Some('r') => Ok('\r'.into()),
+            Some('t') => Ok('\t'.into()),
+            Some('x') => self.code_point(2),
+            Some('u') => self.code_point(4),
+            Some(escape) => S::escape(self, escape),
+        }
     }
 
     /// The character whose code point is written in the next `digits` hexadecimal digits, of an
-    /// escape of two characters that are read.
+    /// escape of two characters that are read. In `\u{H…}` of regular expressions there may be any
+    /// number of them.
     pub(super) fn code_point(&mut self, digits: usize) -> Result<CharSet> {
         let start = self.at - 2;
-        let hex =
-            self.rest().get(..digits).filter(|hex| hex.bytes().all(|b| b.is_ascii_hexdigit()));
-        let Some(hex) = hex else {
+        let is_braced = S::IS_REGEX && digits == 4 && self.eat("{");
+        let length = self.rest().bytes().take_while(u8::is_ascii_hexdigit).count();
+        let hex = &self.rest()[..if is_braced { length } else { length.min(digits) }];
+        self.at += hex.len();
+        if !(if is_braced { self.eat("}") } else { hex.len() == digits }) {
             return Err(self.expected(&format!("{digits} hexadecimal digits")));
-        };
-        self.at += digits;
-        self.char_of(start, hex)
-    }
-
-    /// The character with a code point in hexadecimal.
-    pub(super) fn char_of(&self, start: usize, hex: &str) -> Result<CharSet> {
+        }
         match u32::from_str_radix(hex, 16).ok().and_then(char::from_u32) {
-            Some(char) => Ok(CharSet::of(char.encode_utf8(&mut [0; 4]))),
+            Some(char) => Ok(char.into()),
             None => Err(self.error_at(start, format!("U+{hex} is no character"))),
         }
     }

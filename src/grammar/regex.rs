@@ -25,37 +25,24 @@ struct Regex {
     escaped: HashMap<CharSet, Expr>,
 }
 
-const DIGITS: &[(u32, u32)] = &[(0x30, 0x39)];
-const WORD: &[(u32, u32)] = &[(0x30, 0x39), (0x41, 0x5a), (0x5f, 0x5f), (0x61, 0x7a)];
-const SPACE: &[(u32, u32)] = &[
-    (0x09, 0x0d),
-    (0x20, 0x20),
-    (0xa0, 0xa0),
-    (0x1680, 0x1680),
-    (0x2000, 0x200a),
-    (0x2028, 0x2029),
-    (0x202f, 0x202f),
-    (0x205f, 0x205f),
-    (0x3000, 0x3000),
-    (0xfeff, 0xfeff),
-];
+/// First and last character of each range that `\d`, `\w` and `\s` have.
+const DIGITS: &str = "09";
+const WORD: &str = "09AZ__az";
+const SPACE: &str = "\t\r  \u{a0}\u{a0}\u{1680}\u{1680}\u{2000}\u{200a}\u{2028}\u{2029}\
+                     \u{202f}\u{202f}\u{205f}\u{205f}\u{3000}\u{3000}\u{feff}\u{feff}";
 
 /// The characters of a string, between its quotes if it is JSON, whose value has a match of `text`.
 pub(super) fn compile(builder: &mut Builder, text: &str, form: Form) -> Result<Expr> {
     let syntax = Regex { form, escaped: HashMap::new() };
     let mut parser = Parser::new(text, builder, syntax)?;
-    let anything = CharSet::new(Vec::new()).complement();
-    let anything = one_of(&mut parser, anything)?.repeat(0, UNBOUNDED);
+    let anything = CharSet::default().complement();
+    let anything = Regex::char(&mut parser, anything)?.repeat(0, UNBOUNDED);
     let mut alternatives = Vec::new();
     loop {
-        let is_open = !parser.eat("^");
+        let before = if parser.eat("^") { Expr::empty() } else { anything.clone() };
         let body = parser.sequence()?;
-        let is_closed = parser.eat("$");
-        let mut items = Vec::new();
-        items.extend(is_open.then(|| anything.clone()));
-        items.push(body);
-        items.extend((!is_closed).then(|| anything.clone()));
-        alternatives.push(Expr::seq(items));
+        let behind = if parser.eat("$") { Expr::empty() } else { anything.clone() };
+        alternatives.push(Expr::seq([before, body, behind]));
         if !parser.eat("|") {
             break;
         }
@@ -66,92 +53,69 @@ pub(super) fn compile(builder: &mut Builder, text: &str, form: Form) -> Result<E
     }
 }
 
-/// A character of `set` as it is written in a string.
-fn one_of(parser: &mut Parser<Regex>, set: CharSet) -> Result<Expr> {
-    if parser.syntax.form == Form::Text {
-        return Ok(parser.builder.class(set));
-    }
-    let escaped = CharSet::new(vec![(0, 0x1f), (0x22, 0x22), (0x5c, 0x5c)]);
-    let plain = set.minus(&escaped);
-    let escaped = set.minus(&plain);
-    let plain = parser.builder.class(plain);
-    if escaped.is_empty() {
-        return Ok(plain);
-    }
-    if !parser.syntax.escaped.contains_key(&escaped) {
-        let mut alternatives = Vec::new();
-        for char in escaped.up_to(0x5c) {
-            let mut text = String::new();
-            json::write_str_compact(&mut text, char.encode_utf8(&mut [0; 4]));
-            alternatives.push(parser.builder.literal(&text[1..text.len() - 1]));
-        }
-        let rule = parser.builder.rule("escaped characters", Expr::Alt(alternatives))?;
-        parser.syntax.escaped.insert(escaped.clone(), rule);
-    }
-    Ok(Expr::Alt(vec![plain, parser.syntax.escaped[&escaped].clone()]))
-}
-
 impl Syntax for Regex {
-    const HAS_LAZY: bool = true;
+    const IS_REGEX: bool = true;
+
+    fn any() -> CharSet {
+        CharSet::of("\n\r\u{2028}\u{2029}").complement()
+    }
 
     fn skip(_: &mut Parser<Self>) {}
 
     fn atom(parser: &mut Parser<Self>) -> Result<Option<Expr>> {
-        let start = parser.offset();
+        let start = parser.at;
         let set = match parser.peek() {
-            None | Some('|' | ')' | '$') => return Ok(None),
+            None | Some('$') => return Ok(None),
             Some('^') => {
                 let message = "'^' is supported at the start of the pattern only";
                 return Err(parser.error_at(start, message));
             }
             Some('*' | '+' | '?' | '{' | '}' | ']') => return Err(parser.expected("a character")),
-            Some('(') => {
-                parser.next();
-                if !parser.eat("?:") && parser.peek() == Some('?') {
-                    let message = "only plain groups and (?: are supported";
-                    return Err(parser.error_at(start, message));
-                }
-                return parser.group(start).map(Some);
-            }
+            _ if parser.eat("\\") => parser.escaped()?,
             Some(char) => {
                 parser.next();
-                match char {
-                    '[' => parser.class(start)?,
-                    '\\' => parser.escaped()?,
-                    '.' => CharSet::of("\n\r\u{2028}\u{2029}").complement(),
-                    _ => CharSet::of(char.encode_utf8(&mut [0; 4])),
-                }
+                char.into()
             }
         };
-        one_of(parser, set).map(Some)
+        Self::char(parser, set).map(Some)
+    }
+
+    /// As it is written in a string.
+    fn char(parser: &mut Parser<Self>, set: CharSet) -> Result<Expr> {
+        if parser.syntax.form == Form::Text {
+            return Ok(parser.builder.class(set));
+        }
+        let plain = set.minus(&CharSet::escaped_in_json());
+        let escaped = set.minus(&plain);
+        let plain = parser.builder.class(plain);
+        if escaped.is_empty() {
+            return Ok(plain);
+        }
+        if !parser.syntax.escaped.contains_key(&escaped) {
+            let mut alternatives = Vec::new();
+            for char in escaped.up_to(0x5c) {
+                let mut text = String::new();
+                json::write_str_compact(&mut text, char.encode_utf8(&mut [0; 4]));
+                alternatives.push(parser.builder.literal(&text[1..text.len() - 1]));
+            }
+            let rule = parser.builder.rule("escaped characters", Expr::Alt(alternatives))?;
+            parser.syntax.escaped.insert(escaped.clone(), rule);
+        }
+        Ok(Expr::Alt(vec![plain, parser.syntax.escaped[&escaped].clone()]))
     }
 
     fn escape(parser: &mut Parser<Self>, escape: char) -> Result<CharSet> {
-        let start = parser.offset() - 2;
-        let named = match escape {
+        let ranges = match escape {
             'd' | 'D' => DIGITS,
             'w' | 'W' => WORD,
             's' | 'S' => SPACE,
-            'f' => return Ok(CharSet::of("\u{c}")),
-            'v' => return Ok(CharSet::of("\u{b}")),
-            '0' if !parser.peek().is_some_and(|char| char.is_ascii_digit()) => {
-                return Ok(CharSet::of("\0"));
-            }
-            'x' => return parser.code_point(2),
-            'u' if parser.eat("{") => {
-                let hex = parser.take_while(|char| char.is_ascii_hexdigit());
-                if !parser.eat("}") {
-                    return Err(parser.expected("'}' after a code point"));
-                }
-                return parser.char_of(start, hex);
-            }
-            'u' => return parser.code_point(4),
-            _ if escape.is_ascii_punctuation() => {
-                return Ok(CharSet::of(escape.encode_utf8(&mut [0; 4])));
-            }
+            'f' => "\u{c}\u{c}",
+            'v' => "\u{b}\u{b}",
+            '0' if !parser.peek().is_some_and(|char| char.is_ascii_digit()) => "\0\0",
+            _ if escape.is_ascii_punctuation() => return Ok(escape.into()),
             _ => return Err(parser.unknown_escape(escape)),
         };
-        let set = CharSet::new(named.to_vec());
+        let set = CharSet::ranges(ranges);
         Ok(if escape.is_ascii_uppercase() { set.complement() } else { set })
     }
 }

@@ -11,8 +11,8 @@
 //!   spaces after `{`, `[` and `,` and before `}` and `]`. So it cannot run away.
 //! - Numbers have at most 18 digits before the point, 16 behind it and 2 in the exponent. With a
 //!   bound, which must be an integer below 10⁹ in magnitude, they have no exponent, at most 6
-//!   digits behind the point, and stay below 10⁹ in magnitude on the other side, too. Integers
-//!   stay below 10¹⁸.
+//!   digits behind the point and zeros behind those, and stay below 10⁹ in magnitude on the other
+//!   side, too. Integers stay below 10¹⁸.
 //! - Strings with `pattern` or `format`, keys, and the values of `const` and `enum` are written in
 //!   one way each. Days of `format` exist in every year; seconds end at 59.
 //! - Without `type`, the keywords present imply it.
@@ -31,12 +31,14 @@ use super::{Grammar, TEXT_BYTES_MAX, UNBOUNDED, regex};
 use crate::bail;
 use crate::error::{Context, Result};
 use crate::json::{self, Value};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 pub(super) mod calls;
 mod keywords;
 
-use keywords::{ARRAY, BOOLEAN, INTEGER, Keywords, NULL, NUMBER, OBJECT, STRING, differ, resolve};
+use keywords::{
+    ARRAY, BOOLEAN, INTEGER, Keywords, Member, NULL, NUMBER, OBJECT, STRING, differ, resolve,
+};
 
 /// Longest name of a property beside others, which is spelled out to be told from them.
 const NAME_CHARS_MAX: usize = 256;
@@ -49,6 +51,9 @@ const TIME: &str =
 const UUID: &str = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}";
 const OCTET: &str = "(\\d|[1-9]\\d|1\\d\\d|2[0-4]\\d|25[0-5])";
 
+/// A member of an object, as GBNF.
+const PAIR: &str = r#"key ":" " "? value"#;
+
 /// How a value is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Form {
@@ -60,26 +65,21 @@ pub(super) enum Form {
 
 /// [`Grammar::from_schema`] and [`Grammar::from_text_schema`].
 pub(super) fn compile(schema: &Value, form: Form) -> Result<Grammar> {
-    compile_document(schema, form).context(|| "schema")
+    let compiled = || {
+        let mut json = Json::new();
+        let mut compiler = Compiler::new(&mut json, schema)?;
+        let root = compiler.rule(form, "#".into(), schema)?;
+        compiler.define_pending()?;
+        json.builder.build(root)
+    };
+    compiled().context(|| "schema")
 }
 
 /// [`Grammar::json_object`].
 pub(super) fn json_object() -> Grammar {
-    let compiled = Json::new().and_then(|mut json| {
-        let root = json.builder.declare("root")?;
-        json.builder.define(root, None, json.any_object.clone());
-        json.builder.build(root)
-    });
-    compiled.expect("a fixed grammar compiles")
-}
-
-fn compile_document(document: &Value, form: Form) -> Result<Grammar> {
-    let mut json = Json::new()?;
-    let mut compiler = Compiler::new(&mut json, document)?;
-    compiler.subschema_as(form, "#".into(), document)?;
-    let root = compiler.rules[&(form, "#".to_string())];
-    compiler.define_pending()?;
-    json.builder.build(root)
+    let json = Json::new();
+    let root = json.rule("object");
+    json.builder.build(root).expect("a fixed grammar compiles")
 }
 
 struct Compiler<'a, 'j> {
@@ -111,26 +111,24 @@ impl<'a, 'j> Compiler<'a, 'j> {
 
     /// What the schema at `pointer` allows, as JSON.
     fn subschema(&mut self, pointer: String, schema: &'a Value) -> Result<Expr> {
-        self.subschema_as(Form::Json, pointer, schema)
+        self.rule(Form::Json, pointer, schema).map(Expr::Rule)
     }
 
-    fn subschema_as(&mut self, form: Form, pointer: String, schema: &'a Value) -> Result<Expr> {
+    /// The rule of the schema at `pointer`.
+    fn rule(&mut self, form: Form, pointer: String, schema: &'a Value) -> Result<u32> {
         let key = (form, pointer);
         if let Some(&rule) = self.rules.get(&key) {
-            return Ok(Expr::Rule(rule));
+            return Ok(rule);
         }
         let rule = self.json.builder.declare(key.1.as_str())?;
         self.pending.push((rule, form, key.1.clone(), schema));
         self.rules.insert(key, rule);
-        Ok(Expr::Rule(rule))
+        Ok(rule)
     }
 
     /// What a schema allows that says nothing.
     fn any(&mut self, form: Form) -> Expr {
-        match form {
-            Form::Json => self.json.any.clone(),
-            Form::Text => self.json.any_char().repeat(0, UNBOUNDED),
-        }
+        self.json.expr(if form == Form::Json { "value" } else { ".*" }, &[])
     }
 
     fn schema(&mut self, form: Form, pointer: &str, schema: &'a Value) -> Result<Expr> {
@@ -143,11 +141,17 @@ impl<'a, 'j> Compiler<'a, 'j> {
         if let Some(expr) = self.combined(form, &keywords)? {
             return Ok(expr);
         }
-        let Some(mut kinds) = keywords.kinds()? else { return Ok(self.any(form)) };
+        let mut kinds = keywords::kinds(self.document, schema);
+        if kinds == u8::MAX {
+            return Ok(self.any(form));
+        }
         if form == Form::Text {
             kinds &= STRING | NULL;
         }
         let mut alternatives = Vec::new();
+        for (kind, word) in [(BOOLEAN, "true"), (BOOLEAN, "false"), (NULL, "null")] {
+            alternatives.extend((kinds & kind != 0).then(|| self.json.builder.literal(word)));
+        }
         if kinds & OBJECT != 0 {
             alternatives.push(self.object(&keywords)?);
         }
@@ -160,12 +164,6 @@ impl<'a, 'j> Compiler<'a, 'j> {
         if kinds & (INTEGER | NUMBER) != 0 {
             alternatives.push(self.number(&keywords, kinds & NUMBER == 0)?);
         }
-        if kinds & BOOLEAN != 0 {
-            alternatives.extend(["true", "false"].map(|word| self.json.builder.literal(word)));
-        }
-        if kinds & NULL != 0 {
-            alternatives.push(self.json.builder.literal("null"));
-        }
         Ok(self.json.builder.any_of(alternatives))
     }
 
@@ -177,7 +175,7 @@ impl<'a, 'j> Compiler<'a, 'j> {
                 let target = value.as_str().ok_or_else(|| keywords.expected(key, "a string"))?;
                 let found = resolve(self.document, target);
                 let schema = found.context(|| keywords.place(key))?;
-                self.subschema_as(form, target.into(), schema)?
+                Expr::Rule(self.rule(form, target.into(), schema)?)
             }
             "const" => self.constants(form, keywords, std::slice::from_ref(value))?,
             "enum" => self.constants(form, keywords, keywords.list(key)?)?,
@@ -190,10 +188,11 @@ impl<'a, 'j> Compiler<'a, 'j> {
                     self.check_disjoint(keywords, schemas)?;
                 }
                 let place = keywords.place(key);
-                let each = schemas.iter().enumerate();
-                let alternatives = each
-                    .map(|(at, schema)| self.subschema_as(form, format!("{place}/{at}"), schema))
-                    .collect::<Result<Vec<Expr>>>()?;
+                let mut alternatives = Vec::new();
+                for (at, schema) in schemas.iter().enumerate() {
+                    let rule = self.rule(form, format!("{place}/{at}"), schema)?;
+                    alternatives.push(Expr::Rule(rule));
+                }
                 self.json.builder.any_of(alternatives)
             }
         };
@@ -219,7 +218,7 @@ impl<'a, 'j> Compiler<'a, 'j> {
     }
 
     fn constants(&mut self, form: Form, keywords: &Keywords<'a>, values: &[Value]) -> Result<Expr> {
-        let kinds = keywords.kinds()?.unwrap_or(u8::MAX);
+        let kinds = keywords::kinds(self.document, keywords.schema);
         let values = values.iter().filter(|value| keywords::kind_of(value) & kinds != 0);
         let literal = |value: &Value| match (form, value) {
             (Form::Text, Value::String(text)) => Some(self.json.builder.literal(text)),
@@ -233,63 +232,46 @@ impl<'a, 'j> Compiler<'a, 'j> {
     }
 
     fn object(&mut self, keywords: &Keywords<'a>) -> Result<Expr> {
-        let properties = keywords.object("properties")?;
         let others = match keywords.get("additionalProperties") {
-            None if properties.is_none() => Some(self.json.any.clone()),
+            None if keywords.get("properties").is_none() => Some(self.any(Form::Json)),
             None | Some(Value::Bool(false)) => None,
             Some(schema) => Some(self.subschema(keywords.place("additionalProperties"), schema)?),
         };
-        let mut members: Vec<(&str, Expr)> = Vec::new();
-        let place = keywords.place("properties");
-        for (name, schema) in properties.unwrap_or_default() {
-            let pointer = format!("{place}/{}", keywords::escape(name));
-            members.push((name, self.subschema(pointer, schema)?));
-        }
-        let mut names: HashSet<&str> = members.iter().map(|(name, _)| *name).collect();
-        let mut required = HashSet::new();
-        for name in keywords.strings("required")? {
-            required.insert(name);
-            if names.insert(name) {
-                let Some(schema) = &others else {
-                    let message = format!("`{name}` is no property, and others are not allowed");
-                    return Err(keywords.error("required", message));
-                };
-                members.push((name, schema.clone()));
-            }
-        }
+        let members = keywords.members()?;
         // Back to front: what may follow the first member or, with a comma, any other.
-        let (mut first, mut rest) = match others {
-            None => (Expr::empty(), Expr::empty()),
-            Some(value) => {
-                let key = self.other_key(keywords, &members)?;
-                let pair = self.json.pair(key, value);
-                let rest = self.json.next(pair.clone()).repeat(0, UNBOUNDED);
-                (self.json.list(pair).optional(), rest)
-            }
-        };
-        for (name, value) in members.into_iter().rev() {
-            let key = self.json.builder.literal(&json::to_compact(&Value::String(name.into())));
-            let pair = self.json.pair(key, value);
+        let (mut first, mut rest) = (Expr::empty(), Expr::empty());
+        if let Some(value) = others {
+            let key = self.other_key(keywords, &members)?;
+            let pair = self.json.expr(PAIR, &[("key", &key), ("value", &value)]);
             let pair = self.json.builder.rule(&keywords.pointer, pair)?;
-            let is_required = required.contains(name);
-            let mut ways = vec![Expr::seq([pair.clone(), rest.clone()])];
-            ways.extend((!is_required).then_some(first));
-            first = self.json.builder.any_of(ways);
-            first = self.json.builder.rule(&keywords.pointer, first)?;
-            let mut ways = vec![Expr::seq([self.json.next(pair), rest.clone()])];
-            ways.extend((!is_required).then_some(rest));
-            rest = self.json.builder.any_of(ways);
-            rest = self.json.builder.rule(&keywords.pointer, rest)?;
+            first = self.json.expr(r#"(pair ("," space pair)*)?"#, &[("pair", &pair)]);
+            rest = self.json.expr(r#"("," space pair)*"#, &[("pair", &pair)]);
         }
-        Ok(self.json.enclosed("{", first, "}"))
+        for Member { name, pointer, schema, is_required } in members.into_iter().rev() {
+            let value = self.subschema(pointer, schema)?;
+            let key = self.json.builder.literal(&json::to_compact(&Value::String(name.into())));
+            let pair = self.json.expr(PAIR, &[("key", &key), ("value", &value)]);
+            let pair = self.json.builder.rule(&keywords.pointer, pair)?;
+            let texts = match is_required {
+                true => ["pair rest", r#""," space pair rest"#],
+                false => ["pair rest | first", r#"("," space pair)? rest"#],
+            };
+            let parts = [("pair", &pair), ("first", &first), ("rest", &rest)];
+            let ways = texts.map(|text| {
+                let expr = self.json.expr(text, &parts);
+                self.json.builder.rule(&keywords.pointer, expr)
+            });
+            let [from_here, after] = ways;
+            (first, rest) = (from_here?, after?);
+        }
+        Ok(self.json.expr(r#""{" space members space "}""#, &[("members", &first)]))
     }
 
     /// A key, with its quotes, that is none of `members`.
-    fn other_key(&mut self, keywords: &Keywords, members: &[(&str, Expr)]) -> Result<Expr> {
+    fn other_key(&mut self, keywords: &Keywords, members: &[Member<'_>]) -> Result<Expr> {
         // A name that JSON escapes cannot be written as these keys are.
-        let is_plain = |char| char >= ' ' && char != '"' && char != '\\';
-        let names = members.iter().map(|(name, _)| *name);
-        let names = names.filter(|name| name.chars().all(is_plain));
+        let is_plain = |name: &&str| json::to_compact(&(*name).into()).len() == name.len() + 2;
+        let names = members.iter().map(|member| member.name).filter(is_plain);
         let mut names: Vec<Vec<char>> = names.map(|name| name.chars().collect()).collect();
         if names.iter().any(|name| name.len() > NAME_CHARS_MAX) {
             let message =
@@ -297,45 +279,36 @@ impl<'a, 'j> Compiler<'a, 'j> {
             return Err(keywords.error("properties", message));
         }
         names.sort_unstable();
-        let root = self.json.builder.declare(&keywords.pointer)?;
-        let plain = self.json.plain_char(&CharSet::of("")).repeat(0, UNBOUNDED);
-        // Each rule goes on after `read` characters, with which all of its names begin.
-        let mut pending = vec![(root, &names[..], 0)];
-        while let Some((rule, names, read)) = pending.pop() {
-            let ended = names.partition_point(|name| name.len() == read);
-            let mut ways = Vec::new();
-            if ended == 0 {
-                ways.push(self.json.builder.one_of("\""));
-            }
-            let mut continued = String::new();
-            for group in names[ended..].chunk_by(|a, b| a[read] == b[read]) {
-                let char = group[0][read];
-                continued.push(char);
-                let after = self.json.builder.declare(&keywords.pointer)?;
-                pending.push((after, group, read + 1));
-                let char = self.json.builder.one_of(char.encode_utf8(&mut [0; 4]));
-                ways.push(Expr::seq([char, Expr::Rule(after)]));
-            }
-            let other = self.json.plain_char(&CharSet::of(&continued));
-            let quote = self.json.builder.one_of("\"");
-            ways.push(Expr::seq([other, plain.clone(), quote]));
-            let ways = self.json.builder.any_of(ways);
-            self.json.builder.define(rule, None, ways);
+        let rest = self.none_of(&names, 0);
+        Ok(self.json.expr(r#"["] rest"#, &[("rest", &rest)]))
+    }
+
+    /// The rest of a key that is none of `names`, and its quote, behind `read` characters, which
+    /// all of them have in common. They are sorted.
+    fn none_of(&mut self, names: &[Vec<char>], read: usize) -> Expr {
+        let ended = names.partition_point(|name| name.len() == read);
+        let mut ways = Vec::new();
+        let mut continued = CharSet::escaped_in_json();
+        for group in names[ended..].chunk_by(|a, b| a[read] == b[read]) {
+            let char = CharSet::from(group[0][read]);
+            let rest = self.none_of(group, read + 1);
+            continued = CharSet::union(&[continued, char.clone()]);
+            ways.push(Expr::seq([self.json.builder.class(char), rest]));
         }
-        Ok(Expr::seq([self.json.builder.one_of("\""), Expr::Rule(root)]))
+        let other = self.json.builder.class(continued.complement());
+        let text = if ended == 0 { r#"(other plain*)? ["]"# } else { r#"other plain* ["]"# };
+        ways.push(self.json.expr(text, &[("other", &other)]));
+        self.json.builder.any_of(ways)
     }
 
     fn array(&mut self, keywords: &Keywords<'a>) -> Result<Expr> {
         let (min, max) = keywords.counts("minItems", "maxItems")?;
-        let prefix = match keywords.get("prefixItems") {
-            Some(_) => keywords.list("prefixItems")?,
-            None => &[],
-        };
-        let place = keywords.place("prefixItems");
+        let prefix = keywords.list("prefixItems")?;
         let prefix = &prefix[..prefix.len().min(max as usize)];
+        let place = keywords.place("prefixItems");
         let item = match keywords.get("items") {
             Some(schema) => self.subschema(keywords.place("items"), schema)?,
-            None if prefix.is_empty() || prefix.len() < min as usize => self.json.any.clone(),
+            None if prefix.is_empty() || prefix.len() < min as usize => self.any(Form::Json),
             None => self.json.builder.any_of(Vec::new()),
         };
         let mut first = Vec::new();
@@ -348,20 +321,21 @@ impl<'a, 'j> Compiler<'a, 'j> {
         let count = first.len() as u32;
         let max = if max == UNBOUNDED { max } else { max - count };
         // Back to front: each element with what may follow it.
-        let mut rest = self.json.next(item).repeat(min.saturating_sub(count), max);
+        let mut rest = self.json.expr(r#""," space item"#, &[("item", &item)]);
+        rest = rest.repeat(min.saturating_sub(count), max);
         for (at, item) in first.into_iter().enumerate().rev() {
-            let item = if at == 0 { item } else { self.json.next(item) };
-            let mut ways = vec![Expr::seq([item, rest])];
-            ways.extend((at as u32 >= min).then(Expr::empty));
-            rest = self.json.builder.any_of(ways);
+            let text = if at == 0 { "item rest" } else { r#""," space item rest"# };
+            rest = self.json.expr(text, &[("item", &item), ("rest", &rest)]);
+            rest = if at as u32 >= min { rest.optional() } else { rest };
             rest = self.json.builder.rule(&keywords.pointer, rest)?;
         }
-        Ok(self.json.enclosed("[", rest, "]"))
+        Ok(self.json.expr(r#""[" space items space "]""#, &[("items", &rest)]))
     }
 
     fn string(&mut self, form: Form, keywords: &Keywords<'a>) -> Result<Expr> {
-        let inner = self.characters(form, keywords)?;
-        Ok(if form == Form::Json { self.json.quoted(inner) } else { inner })
+        let characters = self.characters(form, keywords)?;
+        let text = if form == Form::Json { r#"["] characters ["]"# } else { "characters" };
+        Ok(self.json.expr(text, &[("characters", &characters)]))
     }
 
     fn characters(&mut self, form: Form, keywords: &Keywords<'a>) -> Result<Expr> {
@@ -380,11 +354,8 @@ impl<'a, 'j> Compiler<'a, 'j> {
         let pattern = keywords.string("pattern")?.map(str::to_string);
         let (key, pattern) = match (pattern, format) {
             (None, None) => {
-                let char = match form {
-                    Form::Json => self.json.char.clone(),
-                    Form::Text => self.json.any_char(),
-                };
-                return Ok(char.repeat(min, max));
+                let char = if form == Form::Json { r#"plain | "\\" escape"# } else { "." };
+                return Ok(self.json.expr(char, &[]).repeat(min, max));
             }
             (Some(pattern), None) => ("pattern", pattern),
             (None, Some(format)) => ("format", format!("^{format}$")),
@@ -408,8 +379,7 @@ impl<'a, 'j> Compiler<'a, 'j> {
         }
         let [min, above, max, below] = bounds;
         if bounds == [None; 4] {
-            let json = &mut self.json;
-            return Ok(if is_integer { json.any_integer() } else { json.any_number() });
+            return Ok(self.json.expr(if is_integer { r#""-"? integer"# } else { "number" }, &[]));
         }
         // Each bound as the greatest integer up to it and the least from it on: for a number they
         // are the same.
@@ -421,10 +391,10 @@ impl<'a, 'j> Compiler<'a, 'j> {
         if is_integer {
             return Ok(whole);
         }
-        let whole = Expr::seq([whole, self.json.zero_fraction()]);
         let low = [min, above].into_iter().flatten().max().map_or(1 - end, |bound| bound.0);
         let high = [max, below].into_iter().flatten().min().map_or(end - 1, |bound| bound.0);
-        let fractions = self.json.fractions(low, high);
-        Ok(Expr::Alt(vec![whole, fractions]))
+        let others = self.json.fractions(low, high);
+        let parts = [("whole", &whole), ("others", &others)];
+        Ok(self.json.expr(r#"whole ("." "0"{1,6})? | others"#, &parts))
     }
 }

@@ -1,6 +1,7 @@
 //! Tests of the reader and the writers. Expected texts come from RFC 8259 and from CPython.
 
 use super::*;
+use std::borrow::Cow;
 
 fn read(text: &str) -> Result<Value> {
     parse(text.as_bytes(), Limits::default())
@@ -181,40 +182,61 @@ fn pull_reader_walks_without_a_tree_and_borrows_plain_strings() {
     let text = br#" {"a":[1, "x", "\n"], "skip":{"b":[[], {}, {"c":[null,true]}]},
         "n":18446744073709551615} "#;
     let mut reader = Reader::new(text, Limits::default()).unwrap();
-    reader.begin_object().unwrap();
-    assert_eq!(reader.next_key().unwrap().as_deref(), Some("a"));
-    assert_eq!(reader.peek().unwrap(), Kind::Array);
-    reader.begin_array().unwrap();
-    assert!(reader.next_element().unwrap());
-    assert_eq!(reader.number().unwrap(), Number::Int(1));
-    assert!(reader.next_element().unwrap());
-    assert!(matches!(reader.string().unwrap(), std::borrow::Cow::Borrowed("x")));
-    assert!(reader.next_element().unwrap());
-    assert!(matches!(reader.string().unwrap(), std::borrow::Cow::Owned(s) if s == "\n"));
-    assert!(!reader.next_element().unwrap());
-    assert_eq!(reader.next_key().unwrap().as_deref(), Some("skip"));
-    reader.skip().unwrap();
-    assert_eq!(reader.next_key().unwrap().as_deref(), Some("n"));
-    assert_eq!(reader.u64().unwrap(), u64::MAX);
-    assert_eq!(reader.next_key().unwrap(), None);
+    let mut keys = Vec::new();
+    let read = reader.object(|reader, key| {
+        keys.push(key.to_string());
+        match &*key {
+            "a" => {
+                assert_eq!(reader.peek()?, Kind::Array);
+                let mut count = 0;
+                reader.array(|reader| {
+                    count += 1;
+                    match count {
+                        1 => assert_eq!(reader.number()?, Value::Int(1)),
+                        2 => assert!(matches!(reader.string()?, Cow::Borrowed("x"))),
+                        _ => assert!(matches!(reader.string()?, Cow::Owned(s) if s == "\n")),
+                    }
+                    Ok(())
+                })?;
+                assert_eq!(count, 3);
+            }
+            "n" => assert_eq!(reader.u64()?, u64::MAX),
+            _ => reader.skip()?,
+        }
+        Ok(())
+    });
+    read.unwrap();
+    assert_eq!(keys, ["a", "skip", "n"]);
     assert_eq!(reader.offset(), text.len() - 1);
     reader.finish().unwrap();
+}
+
+#[test]
+fn fields_are_there_once() {
+    let fields = |text: &str| {
+        let mut reader = Reader::new(text.as_bytes(), Limits::default()).unwrap();
+        reader.fields(&["a", "b"], |reader, _| reader.skip()).map_err(|error| error.to_string())
+    };
+    assert_eq!(fields(r#"{"b":1,"c":2,"a":3}"#), Ok(()));
+    let missing = fields(r#"{"b":1,"c":2}"#).unwrap_err();
+    assert_eq!(missing, "the key \"a\" is missing at byte 0 (line 1, column 1)");
+    assert!(fields(r#"{"a":1,"b":2,"\u0061":3}"#).unwrap_err().contains("\"a\" occurs twice"));
 }
 
 #[test]
 fn pull_reader_refuses_the_wrong_kind_with_its_position() {
     let mut reader = Reader::new(b"[1.5]", Limits::default()).unwrap();
     assert_eq!(
-        reader.begin_object().unwrap_err().to_string(),
+        reader.object(|_, _| Ok(())).unwrap_err().to_string(),
         "expected an object, found '[' at byte 0 (line 1, column 1)"
     );
-    reader.begin_array().unwrap();
-    assert!(reader.next_element().unwrap());
     assert_eq!(
-        reader.u64().unwrap_err().to_string(),
+        reader.array(|reader| reader.u64().map(drop)).unwrap_err().to_string(),
         "expected an integer from 0 to 18446744073709551615, found \"1.5\" \
          at byte 1 (line 1, column 2)"
     );
+    let mut unread = Reader::new(b"[1.5]", Limits::default()).unwrap();
+    assert!(unread.array(|_| Ok(())).unwrap_err().to_string().starts_with("expected ',' or ']'"));
 }
 
 /// The text is CPython 3.11's `json.dumps` of the same value, with and without separators.

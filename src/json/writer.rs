@@ -68,35 +68,22 @@ pub fn float_repr(float: f64) -> String {
     // equally near, Rust takes the upper one and CPython the even one, as rounding to that many
     // digits does; but next to a power of two the rounded decimal may read back as another float.
     let shortest = format!("{float:e}");
-    let digits = shortest.bytes().take_while(|&byte| byte != b'e').filter(u8::is_ascii_digit);
-    let rounded = format!("{float:.*e}", digits.count() - 1);
-    let chosen = if rounded.parse() == Ok(float) { rounded } else { shortest };
-    let (mantissa, exponent) = chosen.split_once('e').expect("exponent form has an e");
+    let (mantissa, exponent) = shortest.split_once('e').expect("exponent form has an e");
     let exponent: i32 = exponent.parse().expect("the exponent is a small integer");
+    let behind = mantissa.bytes().filter(u8::is_ascii_digit).count() - 1;
+    let or_shortest = |rounded: String, shortest: String| match rounded.parse() == Ok(float) {
+        true => rounded,
+        false => shortest,
+    };
     if (-4..16).contains(&exponent) {
-        return place_point(mantissa, exponent);
+        // There is always a digit on both sides of the point.
+        let behind = (behind as i32 - exponent).max(1) as usize;
+        return or_shortest(format!("{float:.behind$}"), format!("{float:?}"));
     }
-    let sign = if exponent < 0 { '-' } else { '+' };
-    format!("{mantissa}e{sign}{:02}", exponent.unsigned_abs())
-}
-
-/// Writes `-1.25` with exponent 1 as `-12.5`; there is always a digit on both sides of the point.
-fn place_point(mantissa: &str, exponent: i32) -> String {
-    let (sign, mantissa) = match mantissa.strip_prefix('-') {
-        Some(rest) => ("-", rest),
-        None => ("", mantissa),
-    };
-    let digits: String = mantissa.chars().filter(|&char| char != '.').collect();
-    let Ok(before) = usize::try_from(exponent + 1) else {
-        let zeros = exponent.unsigned_abs() as usize - 1;
-        return format!("{sign}0.{}{digits}", "0".repeat(zeros));
-    };
-    match digits.split_at_checked(before) {
-        Some(("", fraction)) => format!("{sign}0.{fraction}"),
-        Some((whole, "")) => format!("{sign}{whole}.0"),
-        Some((whole, fraction)) => format!("{sign}{whole}.{fraction}"),
-        None => format!("{sign}{digits:0<before$}.0"),
-    }
+    let chosen = or_shortest(format!("{float:.behind$e}"), shortest);
+    let (mantissa, exponent) = chosen.split_once('e').expect("exponent form has an e");
+    let (sign, digits) = exponent.strip_prefix('-').map_or(('+', exponent), |digits| ('-', digits));
+    format!("{mantissa}e{sign}{digits:0>2}")
 }
 
 fn write_value(out: &mut String, value: &Value, style: &Style) {

@@ -101,128 +101,98 @@ fn parse(text: &[u8]) -> Result<Parsed> {
     let mut reader = Reader::new(text, limits)?;
     let mut entries = Vec::new();
     let mut stamps = None;
-    reader.begin_object()?;
-    while let Some(name) = reader.next_key()? {
+    reader.object(|reader, name| {
+        let at = reader.offset();
         if name == "__metadata__" {
-            let at = reader.offset();
-            if stamps.replace(parse_metadata(&mut reader).context(|| "__metadata__")?).is_some() {
+            if stamps.replace(parse_metadata(reader).context(|| name)?).is_some() {
                 return Err(reader.error_at(at, "__metadata__ occurs twice"));
             }
-            continue;
+            return Ok(());
         }
         if name.len() > NAME_BYTES_MAX {
             let found = name.len();
             let message = format!("tensor name of {found} bytes, at most {NAME_BYTES_MAX} allowed");
-            return Err(reader.error_at(reader.offset(), &message));
+            return Err(reader.error_at(at, &message));
         }
         if entries.len() == TENSORS_MAX {
             bail!("more than {TENSORS_MAX} tensors");
         }
-        let name = name.into_owned();
-        match parse_entry(&mut reader, &name) {
-            Ok(entry) => entries.push(entry),
-            Err(error) => return Err(error.context(format!("tensor {name}"))),
-        }
-    }
+        entries.push(parse_entry(reader, &name).context(|| format!("tensor {name}"))?);
+        Ok(())
+    })?;
     reader.finish()?;
     Ok((entries, stamps.unwrap_or_default()))
 }
 
 fn parse_entry(reader: &mut Reader<'_>, name: &str) -> Result<Entry> {
-    let start = reader.offset();
-    let (mut dtype, mut shape, mut offsets) = (None, None, None);
-    reader.begin_object()?;
-    while let Some(key) = reader.next_key()? {
+    let (mut dtype, mut shape, mut offsets) = (Dtype::U8, Vec::new(), [0; 2]);
+    reader.fields(&["dtype", "shape", "data_offsets"], |reader, key| {
         let at = reader.offset();
-        let is_repeat = match &*key {
+        match key {
             "dtype" => {
                 let text = reader.string()?;
-                let known = Dtype::parse(&text);
-                let known = known.ok_or_else(|| {
+                dtype = Dtype::parse(&text).ok_or_else(|| {
                     let shown: String = text.chars().take(40).collect();
                     reader.error_at(at, &format!("unknown dtype {shown:?}"))
                 })?;
-                dtype.replace(known).is_some()
             }
-            "shape" => shape.replace(parse_shape(reader)?).is_some(),
-            "data_offsets" => offsets.replace(parse_offsets(reader)?).is_some(),
+            "shape" => reader.array(|reader| {
+                let at = reader.offset();
+                if shape.len() == RANK_MAX {
+                    let message = format!("shape of more than {RANK_MAX} dimensions");
+                    return Err(reader.error_at(at, &message));
+                }
+                let dim = reader.u64()?;
+                let too_large = |_| reader.error_at(at, &format!("dimension {dim} is too large"));
+                shape.push(usize::try_from(dim).map_err(too_large)?);
+                Ok(())
+            })?,
+            "data_offsets" => offsets = parse_offsets(reader)?,
             // The format's own reader ignores further fields.
-            _ => reader.skip().map(|()| false)?,
-        };
-        if is_repeat {
-            return Err(reader.error_at(at, &format!("{key} occurs twice")));
+            _ => reader.skip()?,
         }
-    }
-    let missing = |field: &str| reader.error_at(start, &format!("{field} is missing"));
-    let dtype = dtype.ok_or_else(|| missing("dtype"))?;
-    let shape = shape.ok_or_else(|| missing("shape"))?;
-    let (begin, end) = offsets.ok_or_else(|| missing("data_offsets"))?;
+        Ok(())
+    })?;
+    let ([begin, end], shape) = (offsets, shape.into());
     Ok(Entry { name: name.to_string(), dtype, shape, begin, end })
 }
 
-fn parse_shape(reader: &mut Reader<'_>) -> Result<Box<[usize]>> {
-    let mut dims = [0; RANK_MAX];
-    let mut rank = 0;
-    reader.begin_array()?;
-    while reader.next_element()? {
-        let at = reader.offset();
-        let Some(dim) = dims.get_mut(rank) else {
-            let message = format!("shape of more than {RANK_MAX} dimensions");
-            return Err(reader.error_at(at, &message));
-        };
-        let value = reader.u64()?;
-        *dim = usize::try_from(value)
-            .map_err(|_| reader.error_at(at, &format!("dimension {value} is too large")))?;
-        rank += 1;
-    }
-    Ok(dims[..rank].into())
-}
-
-fn parse_offsets(reader: &mut Reader<'_>) -> Result<(u64, u64)> {
+fn parse_offsets(reader: &mut Reader<'_>) -> Result<[u64; 2]> {
     let at = reader.offset();
-    let mut pair = [0; 2];
-    let mut count = 0;
-    reader.begin_array()?;
-    while reader.next_element()? {
-        let value = reader.u64()?;
-        if let Some(offset) = pair.get_mut(count) {
-            *offset = value;
+    let (mut pair, mut count) = ([0; 2], 0);
+    reader.array(|reader| {
+        let offset = reader.u64()?;
+        if let Some(place) = pair.get_mut(count) {
+            *place = offset;
         }
         count += 1;
-    }
+        Ok(())
+    })?;
     let [begin, end] = pair;
-    if count != 2 {
-        let message = format!("expected two data_offsets, found {count}");
-        return Err(reader.error_at(at, &message));
-    }
-    if begin > end {
-        let message = format!("data_offsets begin at {begin}, after their end {end}");
-        return Err(reader.error_at(at, &message));
-    }
-    Ok((begin, end))
+    let message = match count {
+        2 if begin <= end => return Ok(pair),
+        2 => format!("data_offsets begin at {begin}, after their end {end}"),
+        _ => format!("expected two data_offsets, found {count}"),
+    };
+    Err(reader.error_at(at, &message))
 }
 
 /// Reads `__metadata__`: the stamps are returned, entropy coding is refused, the rest is ignored.
 fn parse_metadata(reader: &mut Reader<'_>) -> Result<Vec<(String, String)>> {
-    let mut stamps = None;
-    reader.begin_object()?;
-    while let Some(key) = reader.next_key()? {
-        let at = reader.offset();
+    let mut stamps = Vec::new();
+    reader.fields(&[], |reader, key| {
         let value = reader.string()?;
-        if key == "cfse" {
-            bail!("cfse marks an entropy-coded container; restore the plain one with its own tool");
-        }
-        if key.starts_with("colibri.int4-rans") {
-            bail!("{key} marks an entropy-coded container; restore the plain one first");
+        if key == "cfse" || key.starts_with("colibri.int4-rans") {
+            bail!(
+                "{key} marks an entropy-coded container; restore the plain one with its own tool"
+            );
         }
         if key == STAMP_KEY {
-            let parsed = parse_stamps(value.as_bytes()).context(|| STAMP_KEY)?;
-            if stamps.replace(parsed).is_some() {
-                return Err(reader.error_at(at, &format!("{STAMP_KEY} occurs twice")));
-            }
+            stamps = parse_stamps(value.as_bytes()).context(|| STAMP_KEY)?;
         }
-    }
-    Ok(stamps.unwrap_or_default())
+        Ok(())
+    })?;
+    Ok(stamps)
 }
 
 /// The stamp is a JSON text inside the JSON: an object of tensor name to format name.
@@ -230,8 +200,7 @@ fn parse_stamps(text: &[u8]) -> Result<Vec<(String, String)>> {
     let limits = Limits { max_bytes: text.len(), max_depth: 1, max_values: STAMPS_MAX + 1 };
     let mut reader = Reader::new(text, limits)?;
     let mut stamps = Vec::new();
-    reader.begin_object()?;
-    while let Some(name) = reader.next_key()? {
+    reader.object(|reader, name| {
         let at = reader.offset();
         let format = reader.string()?;
         if format.starts_with("int4-rans") {
@@ -242,7 +211,8 @@ fn parse_stamps(text: &[u8]) -> Result<Vec<(String, String)>> {
             return Err(reader.error_at(at, &format!("tensor {name}: unknown format {shown:?}")));
         }
         stamps.push((name.into_owned(), format.into_owned()));
-    }
+        Ok(())
+    })?;
     reader.finish()?;
     Ok(stamps)
 }

@@ -140,19 +140,11 @@ fn open_copy(path: &Path, shard: &Shard) -> Result<Option<Shard>> {
             copy.bytes
         );
     }
-    let mut word = [0; 8];
-    shard.file.read_exact_at(&mut word, 0)?;
-    let end = u64::from_le_bytes(word).saturating_add(8);
-    let (mut at, mut wanted, mut found) = (0, [0; 4096], [0; 4096]);
-    while at < end {
-        let bytes = (end - at).min(4096) as usize;
-        shard.file.read_exact_at(&mut wanted[..bytes], at)?;
-        copy.file.read_exact_at(&mut found[..bytes], at)?;
-        if let Some(i) = (0..bytes).find(|i| wanted[*i] != found[*i]) {
-            let (path, at) = (shard.path.display(), at + i as u64);
-            bail!("its header differs from that of {path} at byte {at}");
-        }
-        at += bytes as u64;
+    let wanted = shard.header()?;
+    let mut found = vec![0; wanted.len()];
+    copy.file.read_exact_at(&mut found, 0)?;
+    if let Some(at) = wanted.iter().zip(&found).position(|(wanted, found)| wanted != found) {
+        bail!("its header differs from that of {} at byte {at}", shard.path.display());
     }
     Ok(Some(copy))
 }

@@ -7,7 +7,7 @@
 #![forbid(unsafe_code)]
 
 use super::stream::{BUFFER_BYTES, Hash, Hashed};
-use super::{Fingerprint, common_tokens, foreign};
+use super::{Fingerprint, common_tokens};
 use crate::bail;
 use crate::error::{Error, Result};
 use crate::kv::KvCache;
@@ -19,6 +19,8 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"coli-kv\0");
+/// Of `.coli_kv` files. Their rows were computed in another order of operations.
+const MAGIC_OF_C: u64 = u64::from_le_bytes(*b"COLIKV1\0");
 const VERSION: u64 = 1;
 /// Its words of eight bytes are the mark, the version, the fingerprint and the hash.
 const HEADER_BYTES: u64 = 56;
@@ -149,8 +151,10 @@ impl Journal {
             return Ok(());
         }
         let [magic, version, parts @ ..]: [u64; 6] = input.longs()?;
-        if magic != MAGIC {
-            return foreign::refuse(&self.file);
+        match magic {
+            MAGIC => {}
+            MAGIC_OF_C => bail!("written by the C engine, whose rows are others than this one's"),
+            _ => bail!("not a saved session"),
         }
         if version != VERSION {
             bail!("a saved session of version {version}; this engine reads version {VERSION}");

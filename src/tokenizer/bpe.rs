@@ -2,173 +2,88 @@
 //!
 //! Owns the two lookup tables and the rule that the merge listed earliest is applied first, and of
 //! equal ones the leftmost. Short pieces are merged in an array by scanning for the best pair;
-//! long ones with a heap, so that a megabyte of one letter costs n log n. Tables are open-addressed
-//! with a hash seeded per process: a vocabulary made to collide cannot be prepared in advance.
+//! long ones with a heap, so that a megabyte of one letter costs n log n. The tables have a fast
+//! hash that is seeded per process: a vocabulary made to collide cannot be prepared in advance.
 
 #![forbid(unsafe_code)]
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
-use std::hash::{BuildHasher, RandomState};
+use std::collections::{BinaryHeap, HashMap};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::Arc;
 
 /// Pieces up to this many bytes are merged by scanning, which is quadratic but without a heap;
 /// the two ways cost the same at about this length.
 const SCAN_BYTES_MAX: usize = 64;
 
-/// No token: an empty table slot, or a symbol that was merged into its left neighbour.
+/// No token: no merge, or a symbol that was merged into its left neighbour.
 const NONE: u32 = u32::MAX;
 
-/// Strings of bytes in one allocation, by index.
-#[derive(Default)]
-pub struct Arena {
-    bytes: Vec<u8>,
-    /// End of each string; it starts where the one before ends.
-    ends: Vec<usize>,
-}
-
-impl Arena {
-    /// Appends a string.
-    pub fn push(&mut self, string: &[u8]) {
-        self.bytes.extend_from_slice(string);
-        self.ends.push(self.bytes.len());
-    }
-
-    /// The number of strings.
-    pub fn len(&self) -> usize {
-        self.ends.len()
-    }
-
-    /// The string at `index`.
-    pub fn get(&self, index: usize) -> Option<&[u8]> {
-        let end = *self.ends.get(index)?;
-        let start = if index == 0 { 0 } else { self.ends[index - 1] };
-        self.bytes.get(start..end)
-    }
-}
-
 /// Token ids by token bytes.
-pub struct Vocabulary {
-    /// Half of the hash, to compare before the bytes, and the id; a power of two of them.
-    slots: Vec<(u32, u32)>,
-    seed: u64,
-}
-
-impl Vocabulary {
-    /// An empty table for `count` tokens, at most half full.
-    pub fn with_capacity(count: usize) -> Vocabulary {
-        let slots = vec![(0, NONE); (count.max(8) * 2).next_power_of_two()];
-        Vocabulary { slots, seed: RandomState::new().hash_one(0u64) }
-    }
-
-    /// Enters token `id` of `tokens`. Returns the id already there for the same bytes, if any.
-    pub fn insert(&mut self, tokens: &Arena, id: u32) -> Option<u32> {
-        let bytes = tokens.get(id as usize).expect("the token is in the arena");
-        match self.find(tokens, bytes) {
-            Ok(present) => Some(present),
-            Err((slot, tag)) => {
-                self.slots[slot] = (tag, id);
-                None
-            }
-        }
-    }
-
-    /// The id of the token that is exactly `bytes`.
-    pub fn get(&self, tokens: &Arena, bytes: &[u8]) -> Option<u32> {
-        self.find(tokens, bytes).ok()
-    }
-
-    /// The id, or the free slot and the tag under which to enter it.
-    fn find(&self, tokens: &Arena, bytes: &[u8]) -> Result<u32, (usize, u32)> {
-        let hash = hash_bytes(bytes, self.seed);
-        let (mask, tag) = (self.slots.len() - 1, (hash >> 32) as u32);
-        let mut slot = hash as usize & mask;
-        loop {
-            let (found, id) = self.slots[slot];
-            if id == NONE {
-                return Err((slot, tag));
-            }
-            if found == tag && tokens.get(id as usize) == Some(bytes) {
-                return Ok(id);
-            }
-            slot = (slot + 1) & mask;
-        }
-    }
-}
+pub type Vocabulary = HashMap<Arc<[u8]>, u32, Seeded>;
 
 /// What two adjacent tokens become.
 #[derive(Clone, Copy)]
-struct Merge {
+pub struct Merge {
     /// Place in the list of merges: lower goes first.
-    rank: u32,
-    id: u32,
+    pub rank: u32,
+    /// The token they become.
+    pub id: u32,
 }
 
 /// Merges by the pair of token ids.
-pub struct Merges {
-    /// Left and right id, what they become; a power of two of them, at most 3/4 full.
-    slots: Vec<(u32, u32, Merge)>,
-    seed: u64,
-}
+pub type Merges = HashMap<(u32, u32), Merge, Seeded>;
 
-impl Merges {
-    /// An empty table for `count` merges.
-    pub fn with_capacity(count: usize) -> Merges {
-        let empty = (NONE, NONE, Merge { rank: 0, id: NONE });
-        let slots = vec![empty; (count.max(8) / 3 * 4 + 4).next_power_of_two()];
-        Merges { slots, seed: RandomState::new().hash_one(0u64) }
-    }
+/// The hash of both tables.
+#[derive(Clone, Copy)]
+pub struct Seeded(u64);
 
-    /// Enters the merge of `left` and `right` into `id`. Returns false if the pair has one already.
-    #[must_use]
-    pub fn insert(&mut self, left: u32, right: u32, rank: u32, id: u32) -> bool {
-        match self.find(left, right) {
-            Ok(_) => false,
-            Err(slot) => {
-                self.slots[slot] = (left, right, Merge { rank, id });
-                true
-            }
-        }
-    }
-
-    fn get(&self, left: u32, right: u32) -> Option<Merge> {
-        self.find(left, right).ok()
-    }
-
-    fn find(&self, left: u32, right: u32) -> Result<Merge, usize> {
-        let mask = self.slots.len() - 1;
-        let pair = u64::from(left) << 32 | u64::from(right);
-        let mut slot = mix(pair ^ self.seed, MULTIPLIER) as usize & mask;
-        loop {
-            let (found_left, found_right, merge) = self.slots[slot];
-            if merge.id == NONE {
-                return Err(slot);
-            }
-            if found_left == left && found_right == right {
-                return Ok(merge);
-            }
-            slot = (slot + 1) & mask;
-        }
+impl Seeded {
+    /// With a seed of its own.
+    pub fn new() -> Seeded {
+        Seeded(RandomState::new().hash_one(0u64))
     }
 }
 
-/// An odd constant with about as many ones as zeros: the golden ratio as 64 fraction bits.
-const MULTIPLIER: u64 = 0x9E37_79B9_7F4A_7C15;
+impl BuildHasher for Seeded {
+    type Hasher = Mixer;
 
-/// Both halves of the 128-bit product, folded: every input bit reaches every output bit.
-fn mix(a: u64, b: u64) -> u64 {
-    let product = u128::from(a) * u128::from(b);
-    product as u64 ^ (product >> 64) as u64
+    fn build_hasher(&self) -> Mixer {
+        Mixer(self.0)
+    }
 }
 
-/// A hash of `bytes`, eight at a time; the length takes part, so padding is no ambiguity.
-fn hash_bytes(bytes: &[u8], seed: u64) -> u64 {
-    let mut hash = seed ^ bytes.len() as u64;
-    let (chunks, tail) = bytes.as_chunks::<8>();
-    for chunk in chunks {
-        hash = mix(hash ^ u64::from_le_bytes(*chunk), MULTIPLIER);
+/// Takes eight bytes at a time. Padding is no ambiguity: slices are hashed behind their length.
+pub struct Mixer(u64);
+
+impl Mixer {
+    /// Both halves of the 128-bit product, folded: every input bit reaches every output bit.
+    fn mix(&mut self, word: u64) {
+        /// An odd constant with about as many ones as zeros: the golden ratio as 64 fraction bits.
+        const MULTIPLIER: u128 = 0x9E37_79B9_7F4A_7C15;
+        let product = u128::from(self.0 ^ word) * MULTIPLIER;
+        self.0 = product as u64 ^ (product >> 64) as u64;
     }
-    let tail = tail.iter().fold(0, |word, &byte| word << 8 | u64::from(byte));
-    mix(hash ^ tail, MULTIPLIER)
+}
+
+impl Hasher for Mixer {
+    fn write(&mut self, bytes: &[u8]) {
+        let (chunks, tail) = bytes.as_chunks::<8>();
+        chunks.iter().for_each(|chunk| self.mix(u64::from_le_bytes(*chunk)));
+        self.mix(tail.iter().fold(0, |word, &byte| word << 8 | u64::from(byte)));
+    }
+
+    fn write_u32(&mut self, number: u32) {
+        self.mix(u64::from(number));
+    }
+
+    fn write_usize(&mut self, length: usize) {
+        self.mix(length as u64);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
 }
 
 /// A symbol of a long piece: a token in a doubly linked list over the piece's bytes.
@@ -204,7 +119,7 @@ fn merge_by_scan(merges: &Merges, byte_ids: &[u32; 256], piece: &[u8], ids: &mut
     let mut possible = [NO_MERGE; SCAN_BYTES_MAX];
     let merge_at = |ids: &[u32], at: usize| {
         let pair = (ids[base + at], ids[base + at + 1]);
-        merges.get(pair.0, pair.1).unwrap_or(NO_MERGE)
+        merges.get(&pair).copied().unwrap_or(NO_MERGE)
     };
     for at in 1..count {
         possible[at - 1] = merge_at(ids, at - 1);
@@ -236,7 +151,7 @@ fn merge_by_heap(merges: &Merges, byte_ids: &[u32; 256], piece: &[u8], ids: &mut
     };
     let mut symbols: Vec<Symbol> = piece.iter().enumerate().map(symbol).collect();
     let candidate = |at: usize, left: u32, right: u32| -> Option<Candidate> {
-        let merge = merges.get(left, right)?;
+        let merge = merges.get(&(left, right))?;
         Some(Reverse((merge.rank, at, left, right, merge.id)))
     };
     let adjacent = symbols.windows(2).enumerate();
@@ -271,7 +186,7 @@ mod tests {
     fn merge_plainly(merges: &Merges, byte_ids: &[u32; 256], piece: &[u8]) -> Vec<u32> {
         let mut ids: Vec<u32> = piece.iter().map(|&byte| byte_ids[usize::from(byte)]).collect();
         loop {
-            let at_merge = |at: usize| merges.get(ids[at], ids[at + 1]).map(|merge| (merge, at));
+            let at_merge = |at: usize| merges.get(&(ids[at], ids[at + 1])).map(|merge| (merge, at));
             let possible = (1..ids.len()).filter_map(|at| at_merge(at - 1));
             let Some((merge, at)) = possible.min_by_key(|(merge, at)| (merge.rank, *at)) else {
                 return ids;
@@ -306,10 +221,11 @@ mod tests {
                 }
                 pairs.push((left as u32, right as u32, id as u32));
             }
-            let mut merges = Merges::with_capacity(pairs.len());
+            let mut merges = Merges::with_hasher(Seeded::new());
             while !pairs.is_empty() {
                 let (left, right, id) = pairs.swap_remove(random(pairs.len()));
-                let _repeated = merges.insert(left, right, pairs.len() as u32, id);
+                let rank = pairs.len() as u32;
+                merges.entry((left, right)).or_insert(Merge { rank, id });
             }
             for len in [0, 1, 2, 3, 8, 20, 64, 65, 200] {
                 let piece: Vec<u8> = (0..len).map(|_| b'a' + random(3) as u8).collect();

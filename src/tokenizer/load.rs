@@ -7,22 +7,23 @@
 
 #![forbid(unsafe_code)]
 
-use super::bpe::{Arena, Merges, Vocabulary};
+use super::bpe::{Merge, Merges, Seeded, Vocabulary};
 use super::scanner::SPLIT_PATTERN;
-use super::{Added, Matcher, Tokenizer};
+use super::{Matcher, Tokenizer};
 use crate::bail;
 use crate::error::{Context, Result};
-use crate::json::{self, Kind, Limits, Reader, Value};
+use crate::json::{self, Kind, Limits, Reader, Value, object};
 use crate::sys::read_file;
 use std::borrow::Cow;
-use std::collections::BTreeSet;
+use std::cmp::Reverse;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
+use std::sync::Arc;
 
 /// The largest file that is read; GLM-5.2's has 10 MB.
 const FILE_BYTES_MAX: usize = 64 << 20;
 
-/// The longest added token. At each place of a text where one may start, as many bytes are compared
-/// at most; GLM-5.2's longest has 26.
+/// The longest added token; GLM-5.2's longest has 26.
 const ADDED_BYTES_MAX: usize = 1024;
 
 /// Longest excerpt of a value in an error, in characters.
@@ -34,11 +35,8 @@ impl Tokenizer {
     /// # Errors
     /// The file cannot be read, is malformed, or asks for something that is not implemented.
     pub fn load(path: &Path) -> Result<Tokenizer> {
-        let read = || {
-            let bytes = read_file(path, FILE_BYTES_MAX)?;
-            Tokenizer::from_bytes(&bytes)
-        };
-        read().context(|| path.display())
+        let bytes = read_file(path, FILE_BYTES_MAX);
+        bytes.and_then(|bytes| Tokenizer::from_bytes(&bytes)).context(|| path.display())
     }
 
     /// The tokenizer that the bytes of a tokenizer.json describe.
@@ -50,182 +48,119 @@ impl Tokenizer {
     }
 }
 
-/// What a tokenizer.json holds, syntax and fixed fields checked.
+/// What a tokenizer.json holds, syntax and fixed fields checked. Strings of the vocabulary and the
+/// merges are in the byte-level alphabet, as in the file.
+#[derive(Default)]
 struct Document<'a> {
-    added: Vec<AddedEntry>,
-    model: Model<'a>,
+    added: Vec<Added>,
+    ignore_merges: bool,
+    vocab: Vec<(Cow<'a, str>, u32)>,
+    /// Two tokens each, with a space between.
+    merges: Vec<Cow<'a, str>>,
 }
 
 /// One element of `added_tokens`.
-struct AddedEntry {
+#[derive(Default)]
+struct Added {
     content: String,
     id: u32,
     special: bool,
     normalized: bool,
 }
 
-/// The field `model`. Strings are in the byte-level alphabet, as in the file.
-#[derive(Default)]
-struct Model<'a> {
-    ignore_merges: bool,
-    vocab: Vec<(Cow<'a, str>, u32)>,
-    merges: Vec<(Cow<'a, str>, Cow<'a, str>)>,
-}
-
 fn read_document(bytes: &[u8]) -> Result<Document<'_>> {
     let limits = Limits { max_bytes: FILE_BYTES_MAX, ..Limits::default() };
     let mut reader = Reader::new(bytes, limits)?;
-    let (mut added, mut model) = (Vec::new(), None);
-    let mut seen = Fields::default();
-    reader.begin_object()?;
-    while let Some(key) = reader.next_key()? {
-        seen.enter(&key)?;
-        match &*key {
-            "version" => {
-                expect(&key, &reader.value()?, "1.0", |value| value.as_str() == Some("1.0"))?
-            }
-            "truncation" | "padding" | "normalizer" => {
-                expect(&key, &reader.value()?, "null", Value::is_null)?;
-            }
-            "added_tokens" => added = read_added(&mut reader)?,
+    let mut document = Document::default();
+    reader.fields(&["pre_tokenizer", "decoder", "model"], |reader, key| {
+        match key {
+            "version" => check(key, &reader.value()?, &["\"1.0\""])?,
+            "truncation" | "padding" | "normalizer" => check(key, &reader.value()?, &["null"])?,
+            "added_tokens" => reader.array(|reader| {
+                let at = document.added.len();
+                document.added.push(read_added(reader).context(|| format!("{key}[{at}]"))?);
+                Ok(())
+            })?,
             "pre_tokenizer" => check_pre_tokenizer(&reader.value()?)?,
             "post_processor" => reader.skip()?,
-            "decoder" => check_byte_level("decoder", &reader.value()?, &[])?,
-            "model" => model = Some(read_model(&mut reader).context(|| "model")?),
+            "decoder" => check_object(key, &reader.value()?, &[("type", BYTE_LEVEL)], SWITCHES)?,
+            "model" => read_model(reader, &mut document).context(|| key)?,
             _ => bail!("unknown field {key:?}"),
         }
-    }
-    reader.finish()?;
-    seen.require(&["pre_tokenizer", "decoder"])?;
-    let Some(model) = model else { bail!("the field \"model\" is missing") };
-    Ok(Document { added, model })
-}
-
-/// The fields of one object met so far; they are few.
-#[derive(Default)]
-struct Fields(Vec<String>);
-
-impl Fields {
-    fn enter(&mut self, key: &str) -> Result<()> {
-        if self.0.iter().any(|seen| seen == key) {
-            bail!("the field {key:?} occurs twice");
-        }
-        self.0.push(key.to_string());
         Ok(())
-    }
-
-    fn require(&self, keys: &[&str]) -> Result<()> {
-        match keys.iter().find(|key| !self.0.iter().any(|seen| seen == *key)) {
-            Some(key) => bail!("the field {key:?} is missing"),
-            None => Ok(()),
-        }
-    }
+    })?;
+    reader.finish()?;
+    Ok(document)
 }
 
-/// Refuses a `value` that `accept` does not take.
-fn expect(name: &str, value: &Value, wanted: &str, accept: impl Fn(&Value) -> bool) -> Result<()> {
-    if accept(value) {
+/// Refuses a `value` that is none of those `wanted`, which are JSON.
+fn check(name: &str, value: &Value, wanted: &[&str]) -> Result<()> {
+    let found = json::to_compact(value);
+    if wanted.contains(&found.as_str()) {
         return Ok(());
     }
-    bail!("{name} is not implemented: expected {wanted}, found {}", excerpt(value));
-}
-
-/// `value` as JSON, cut when long.
-fn excerpt(value: &Value) -> String {
-    let text = json::to_compact(value);
-    match text.char_indices().nth(EXCERPT_CHARS_MAX) {
-        Some((cut, _)) => format!("{}…", &text[..cut]),
-        None => text,
+    let wanted = wanted.join(" or ");
+    match found.char_indices().nth(EXCERPT_CHARS_MAX) {
+        None => bail!("{name} is not implemented: expected {wanted}, found {found}"),
+        Some((cut, _)) => {
+            bail!("{name} is not implemented: expected {wanted}, found {}…", &found[..cut])
+        }
     }
 }
 
 /// Checks that the object `value` has exactly the `wanted` members and perhaps `also` some others
 /// that have no influence.
-fn check_object(name: &str, value: &Value, wanted: &[(&str, Value)], also: &[&str]) -> Result<()> {
-    let Some(members) = value.as_object() else {
-        bail!("{name} is not implemented: expected an object, found {}", excerpt(value));
-    };
+fn check_object(name: &str, value: &Value, wanted: &[(&str, &str)], also: &[&str]) -> Result<()> {
     for (key, wanted) in wanted {
-        let path = format!("{name}.{key}");
-        match value.get(key) {
-            Some(found) => expect(&path, found, &excerpt(wanted), |found| found == wanted)?,
-            None => bail!("{path} is missing: expected {}", excerpt(wanted)),
-        }
+        check(&format!("{name}.{key}"), value.get(key).unwrap_or(&Value::Null), &[wanted])?;
     }
     let known = |key: &str| wanted.iter().any(|(wanted, _)| *wanted == key) || also.contains(&key);
-    match members.iter().find(|(key, _)| !known(key)) {
+    match value.as_object().unwrap_or_default().iter().find(|(key, _)| !known(key)) {
         Some((key, _)) => bail!("{name}: unknown field {key:?}"),
         None => Ok(()),
     }
 }
 
-/// A `ByteLevel` step; its switches only matter to a pre-tokenizer.
-fn check_byte_level(name: &str, value: &Value, switches: &[(&str, Value)]) -> Result<()> {
-    let mut wanted = vec![("type", Value::String("ByteLevel".into()))];
-    wanted.extend_from_slice(switches);
-    check_object(name, value, &wanted, &["add_prefix_space", "trim_offsets", "use_regex"])
-}
+/// The type of the steps that turn text to bytes and back, and their switches, which matter to a
+/// pre-tokenizer only.
+const BYTE_LEVEL: &str = "\"ByteLevel\"";
+const SWITCHES: &[&str] = &["add_prefix_space", "trim_offsets", "use_regex"];
 
 /// The pre-tokenizer is GLM's: the split rule, each match and each gap a piece; then bytes.
 fn check_pre_tokenizer(value: &Value) -> Result<()> {
-    let name = "pre_tokenizer";
-    let string = |text: &str| Value::String(text.into());
-    expect(
-        &format!("{name}.type"),
-        value.get("type").unwrap_or(&Value::Null),
-        "\"Sequence\"",
-        |kind| kind.as_str() == Some("Sequence"),
-    )?;
-    check_object(name, value, &[("type", string("Sequence"))], &["pretokenizers"])?;
+    check_object("pre_tokenizer", value, &[("type", "\"Sequence\"")], &["pretokenizers"])?;
     let steps = value.get("pretokenizers").and_then(Value::as_array);
     let Some([split, byte_level]) = steps else {
-        bail!("{name}.pretokenizers is not implemented: expected a Split and a ByteLevel step");
+        bail!("pre_tokenizer.pretokenizers is not implemented: expected Split and ByteLevel");
     };
-    let pattern = Value::Object(vec![("Regex".into(), string(SPLIT_PATTERN))]);
+    let pattern = json::to_compact(&object(vec![("Regex", SPLIT_PATTERN.into())]));
     let wanted = [
-        ("type", string("Split")),
-        ("pattern", pattern),
-        ("behavior", string("Isolated")),
-        ("invert", Value::Bool(false)),
+        ("type", "\"Split\""),
+        ("pattern", pattern.as_str()),
+        ("behavior", "\"Isolated\""),
+        ("invert", "false"),
     ];
     check_object("pre_tokenizer.pretokenizers[0]", split, &wanted, &[])?;
-    let switches = [("add_prefix_space", Value::Bool(false)), ("use_regex", Value::Bool(false))];
-    check_byte_level("pre_tokenizer.pretokenizers[1]", byte_level, &switches)
+    let wanted = [("type", BYTE_LEVEL), ("add_prefix_space", "false"), ("use_regex", "false")];
+    check_object("pre_tokenizer.pretokenizers[1]", byte_level, &wanted, SWITCHES)
 }
 
-fn read_added(reader: &mut Reader) -> Result<Vec<AddedEntry>> {
-    let mut added = Vec::new();
-    reader.begin_array()?;
-    while reader.next_element()? {
-        let entry =
-            read_added_entry(reader).context(|| format!("added_tokens[{}]", added.len()))?;
-        added.push(entry);
-    }
-    Ok(added)
-}
-
-fn read_added_entry(reader: &mut Reader) -> Result<AddedEntry> {
-    let mut entry = AddedEntry { content: String::new(), id: 0, special: false, normalized: false };
-    let mut seen = Fields::default();
-    reader.begin_object()?;
-    while let Some(key) = reader.next_key()? {
-        seen.enter(&key)?;
-        match &*key {
-            "id" => entry.id = read_id(reader)?,
-            "content" => entry.content = reader.string()?.into_owned(),
-            "special" => entry.special = reader.bool()?,
-            "normalized" => entry.normalized = reader.bool()?,
-            "single_word" | "lstrip" | "rstrip" => {
-                expect(&key, &Value::Bool(reader.bool()?), "false", |value| {
-                    value.as_bool() == Some(false)
-                })?;
-            }
+fn read_added(reader: &mut Reader) -> Result<Added> {
+    let mut added = Added::default();
+    let keys = ["id", "content", "special", "normalized", "single_word", "lstrip", "rstrip"];
+    reader.fields(&keys, |reader, key| {
+        match key {
+            "id" => added.id = read_id(reader)?,
+            "content" => added.content = reader.string()?.into_owned(),
+            "special" => added.special = reader.bool()?,
+            "normalized" => added.normalized = reader.bool()?,
+            "single_word" | "lstrip" | "rstrip" => check(key, &reader.value()?, &["false"])?,
             _ => bail!("unknown field {key:?}"),
         }
-    }
-    seen.require(&["id", "content", "special", "normalized", "single_word", "lstrip", "rstrip"])?;
-    match entry.content.len() {
-        1..=ADDED_BYTES_MAX => Ok(entry),
+        Ok(())
+    })?;
+    match added.content.len() {
+        1..=ADDED_BYTES_MAX => Ok(added),
         len => bail!("content has {len} bytes, expected 1 to {ADDED_BYTES_MAX}"),
     }
 }
@@ -240,151 +175,112 @@ fn read_id(reader: &mut Reader) -> Result<u32> {
     }
 }
 
-fn read_model<'a>(reader: &mut Reader<'a>) -> Result<Model<'a>> {
-    let mut model = Model::default();
-    let mut seen = Fields::default();
-    reader.begin_object()?;
-    while let Some(key) = reader.next_key()? {
-        seen.enter(&key)?;
-        match &*key {
-            "type" => {
-                expect(&key, &reader.value()?, "\"BPE\"", |kind| kind.as_str() == Some("BPE"))?
-            }
-            "dropout" | "unk_token" => expect(&key, &reader.value()?, "null", Value::is_null)?,
+fn read_model<'a>(reader: &mut Reader<'a>, document: &mut Document<'a>) -> Result<()> {
+    reader.fields(&["type", "vocab", "merges"], |reader, key| {
+        match key {
+            "type" => check(key, &reader.value()?, &["\"BPE\""])?,
+            "dropout" | "unk_token" => check(key, &reader.value()?, &["null"])?,
             "continuing_subword_prefix" | "end_of_word_suffix" => {
-                expect(&key, &reader.value()?, "null or \"\"", |value| {
-                    value.is_null() || value.as_str() == Some("")
-                })?;
+                check(key, &reader.value()?, &["null", "\"\""])?;
             }
-            "byte_fallback" => {
-                expect(&key, &reader.value()?, "false", |value| value.as_bool() == Some(false))?;
-            }
+            "byte_fallback" => check(key, &reader.value()?, &["false"])?,
             // Says how unknown tokens are joined; there are none.
             "fuse_unk" => drop(reader.bool()?),
-            "ignore_merges" => model.ignore_merges = reader.bool()?,
-            "vocab" => model.vocab = read_vocab(reader).context(|| "vocab")?,
-            "merges" => model.merges = read_merges(reader).context(|| "merges")?,
+            "ignore_merges" => document.ignore_merges = reader.bool()?,
+            "vocab" => reader.object(|reader, token| {
+                document.vocab.push((token, read_id(reader)?));
+                Ok(())
+            })?,
+            "merges" => document.merges = read_merges(reader).context(|| key)?,
             _ => bail!("unknown field {key:?}"),
         }
-    }
-    seen.require(&["type", "vocab", "merges"])?;
-    Ok(model)
-}
-
-fn read_vocab<'a>(reader: &mut Reader<'a>) -> Result<Vec<(Cow<'a, str>, u32)>> {
-    let mut vocab = Vec::new();
-    reader.begin_object()?;
-    while let Some(token) = reader.next_key()? {
-        vocab.push((token, read_id(reader)?));
-    }
-    Ok(vocab)
+        Ok(())
+    })
 }
 
 /// The list of merges, all spelled `"a b"` or all `["a", "b"]`.
-fn read_merges<'a>(reader: &mut Reader<'a>) -> Result<Vec<(Cow<'a, str>, Cow<'a, str>)>> {
+fn read_merges<'a>(reader: &mut Reader<'a>) -> Result<Vec<Cow<'a, str>>> {
     let mut merges = Vec::new();
     let mut spelling = None;
-    reader.begin_array()?;
-    while reader.next_element()? {
+    reader.array(|reader| {
         let (at, kind) = (reader.offset(), reader.peek()?);
         if *spelling.get_or_insert(kind) != kind {
             return Err(reader.error_at(at, "merges are spelled both as strings and as pairs"));
         }
         if kind == Kind::Array {
-            merges.push(read_pair(reader)?);
+            let mut pair = Vec::new();
+            reader.array(|reader| {
+                pair.push(reader.string()?);
+                Ok(())
+            })?;
+            if pair.len() != 2 {
+                let message = format!("expected a pair of tokens, found {}", pair.len());
+                return Err(reader.error_at(at, &message));
+            }
+            merges.push(pair.join(" ").into());
         } else {
             let line = reader.string()?;
             // A comment, also when it looks like a merge.
-            if !line.starts_with("#version") {
-                let message = "expected two tokens with one space between them";
-                merges.push(split_pair(line).ok_or_else(|| reader.error_at(at, message))?);
-            }
+            merges.extend((!line.starts_with("#version")).then_some(line));
         }
-    }
+        Ok(())
+    })?;
     Ok(merges)
-}
-
-fn read_pair<'a>(reader: &mut Reader<'a>) -> Result<(Cow<'a, str>, Cow<'a, str>)> {
-    let at = reader.offset();
-    let mut pair = [Cow::Borrowed(""), Cow::Borrowed("")];
-    let mut count = 0;
-    reader.begin_array()?;
-    while reader.next_element()? {
-        let token = reader.string()?;
-        if let Some(place) = pair.get_mut(count) {
-            *place = token;
-        }
-        count += 1;
-    }
-    if count != 2 {
-        return Err(reader.error_at(at, &format!("expected a pair of tokens, found {count}")));
-    }
-    let [left, right] = pair;
-    Ok((left, right))
-}
-
-/// Splits at the only space.
-fn split_pair(line: Cow<str>) -> Option<(Cow<str>, Cow<str>)> {
-    fn halves(line: &str) -> Option<(&str, &str)> {
-        line.split_once(' ').filter(|(_, right)| !right.contains(' '))
-    }
-    Some(match line {
-        Cow::Borrowed(line) => {
-            let (left, right) = halves(line)?;
-            (left.into(), right.into())
-        }
-        Cow::Owned(line) => {
-            let (left, right) = halves(&line)?;
-            (left.to_string().into(), right.to_string().into())
-        }
-    })
 }
 
 impl Document<'_> {
     /// Builds the tables, checking every reference.
-    fn build(self) -> Result<Tokenizer> {
-        let Model { ignore_merges, vocab, merges } = self.model;
-        let mut tokens = build_tokens(vocab).context(|| "model.vocab")?;
-        let mut vocabulary = Vocabulary::with_capacity(tokens.len());
-        for id in 0..tokens.len() as u32 {
-            if let Some(first) = vocabulary.insert(&tokens, id) {
+    fn build(mut self) -> Result<Tokenizer> {
+        let mut tokens = build_tokens(&self.vocab).context(|| "model.vocab")?;
+        number_added(&self.added, &mut tokens)?;
+        let added = self.added.iter().map(|added| (added.content.clone(), added.id)).collect();
+        let is_special: HashMap<u32, bool> =
+            self.added.iter().map(|added| (added.id, added.special)).collect();
+        let seeded = Seeded::new();
+        // Text must not lead to an added token, so they are left out.
+        let mut vocabulary = Vocabulary::with_capacity_and_hasher(tokens.len(), seeded);
+        for (id, token) in (0..).zip(&tokens).filter(|(id, _)| !is_special.contains_key(id)) {
+            if let Some(first) = vocabulary.insert(token.clone(), id) {
                 bail!("model.vocab: a token occurs twice, with the ids {first} and {id}");
             }
         }
-        let vocabulary_len = tokens.len();
-        let added = build_added(self.added, &vocabulary, &mut tokens)?;
-        let shadowed: BTreeSet<u32> = added
-            .iter()
-            .map(|(added, _)| added.id)
-            .filter(|&id| (id as usize) < vocabulary_len)
-            .collect();
-        let byte_ids = build_byte_ids(&vocabulary, &tokens, &shadowed)?;
-        let merges = build_merges(merges, &vocabulary, &tokens, &shadowed)?;
-        let members =
-            |normalized| (0..added.len()).filter(|&at| added[at].1 == normalized).collect();
-        let members = [members(false), members(true)];
-        let added: Vec<Added> = added.into_iter().map(|(added, _)| added).collect();
-        let mut added_by_id: Vec<usize> = (0..added.len()).collect();
-        added_by_id.sort_by_key(|&at| added[at].id);
+        for Added { content, id, .. } in &self.added {
+            if let Some(word) = vocabulary.get(&tokens[*id as usize]) {
+                bail!("added_tokens: the id of {content:?} is {id}, in the vocabulary {word}");
+            }
+        }
+        let mut byte_ids = [0; 256];
+        for (byte, id) in (0..=u8::MAX).zip(&mut byte_ids) {
+            // Without one, some text could not be written at all.
+            let Some(&known) = vocabulary.get(&[byte][..]) else {
+                bail!("model.vocab: no token for the single byte 0x{byte:02x}");
+            };
+            *id = known;
+        }
+        let merges = build_merges(&self.merges, &vocabulary, seeded)?;
+        self.added.sort_by_key(|added| Reverse(added.content.len()));
+        let matchers = [false, true].map(|normalized| {
+            let members = self.added.iter().filter(|added| added.normalized == normalized);
+            Matcher::new(members.map(|added| (added.content.clone(), added.id)).collect())
+        });
         Ok(Tokenizer {
             tokens,
             vocabulary,
             merges,
             byte_ids,
-            ignore_merges,
-            matchers: members.map(|members| Matcher::new(&added, members)),
+            ignore_merges: self.ignore_merges,
             added,
-            added_by_id,
-            added_in_vocabulary: !shadowed.is_empty(),
+            is_special,
+            matchers,
         })
     }
 }
 
 /// The bytes of the vocabulary by id. Ids are 0 up to the number of tokens, each once.
-fn build_tokens(vocab: Vec<(Cow<str>, u32)>) -> Result<Arena> {
+fn build_tokens(vocab: &[(Cow<str>, u32)]) -> Result<Vec<Arc<[u8]>>> {
     let count = vocab.len();
     let mut by_id: Vec<Option<&str>> = vec![None; count];
-    for (token, id) in &vocab {
+    for (token, id) in vocab {
         let Some(place) = by_id.get_mut(*id as usize) else {
             bail!(
                 "the id {id} of {token:?} is out of range: {count} tokens have the ids from 0 up"
@@ -394,99 +290,56 @@ fn build_tokens(vocab: Vec<(Cow<str>, u32)>) -> Result<Arena> {
             bail!("the id {id} is given to both {first:?} and {token:?}");
         }
     }
-    let mut tokens = Arena::default();
-    let mut bytes = Vec::new();
-    for (id, token) in by_id.into_iter().flatten().enumerate() {
-        if let Err(char) = spell(token, &mut bytes) {
-            bail!("{token:?}, id {id}: the character {char:?} stands for no byte");
-        }
-        tokens.push(&bytes);
-    }
-    Ok(tokens)
+    let spelled = |(id, token): (usize, &str)| match spell(token) {
+        Ok(bytes) => Ok(bytes.into()),
+        Err(char) => bail!("{token:?}, id {id}: the character {char:?} stands for no byte"),
+    };
+    by_id.into_iter().flatten().enumerate().map(spelled).collect()
 }
 
-/// The added tokens in ascending order of content, each with its flag `normalized`. Those that are
-/// not in the vocabulary are appended to `tokens`.
-fn build_added(
-    entries: Vec<AddedEntry>,
-    vocabulary: &Vocabulary,
-    tokens: &mut Arena,
-) -> Result<Vec<(Added, bool)>> {
-    let mut added = Vec::with_capacity(entries.len());
-    let mut bytes = Vec::new();
-    for (at, entry) in entries.into_iter().enumerate() {
-        let AddedEntry { content, id, special, normalized } = entry;
-        let mut present = None;
-        match spell(&content, &mut bytes) {
-            Ok(()) => present = vocabulary.get(tokens, &bytes),
-            // Such a token stands for its own text; the decoder treats it so.
-            Err(_) => content.as_bytes().clone_into(&mut bytes),
+/// Checks the ids of added tokens: each is that of the same token of the vocabulary or, for one
+/// outside, which is appended to `tokens`, the next.
+fn number_added(added: &[Added], tokens: &mut Vec<Arc<[u8]>>) -> Result<()> {
+    let mut contents = HashSet::new();
+    let words = tokens.len();
+    for (at, Added { content, id, .. }) in added.iter().enumerate() {
+        if !contents.insert(content) {
+            bail!("added_tokens: {content:?} occurs twice");
         }
-        // Numbering is by order, whatever the file says; here both have to agree.
-        let expected = present.unwrap_or(tokens.len() as u32);
-        if id != expected {
-            bail!(
-                "added_tokens[{at}]: the id of {content:?} is {id}, by its place it is {expected}"
-            );
+        // One that the alphabet cannot spell stands for its own text; the decoder treats it so.
+        let bytes = spell(content).unwrap_or_else(|_| content.as_bytes().to_vec());
+        let next = tokens.len();
+        if *id as usize == next {
+            tokens.push(bytes.into());
+        } else if tokens[..words].get(*id as usize).is_none_or(|word| **word != *bytes) {
+            bail!("added_tokens[{at}]: the id of {content:?} is {id}, by its place it is {next}");
         }
-        if present.is_none() {
-            tokens.push(&bytes);
-        }
-        added.push((Added { content, id, special }, normalized));
     }
-    added.sort_by(|(a, _), (b, _)| a.content.cmp(&b.content));
-    if let Some(pair) = added.windows(2).find(|pair| pair[0].0.content == pair[1].0.content) {
-        bail!("added_tokens: {:?} occurs twice", pair[0].0.content);
-    }
-    Ok(added)
+    Ok(())
 }
 
-/// The token of each single byte: without one, some text could not be written at all.
-fn build_byte_ids(
-    vocabulary: &Vocabulary,
-    tokens: &Arena,
-    shadowed: &BTreeSet<u32>,
-) -> Result<[u32; 256]> {
-    let mut byte_ids = [0; 256];
-    for byte in 0..=255 {
-        match vocabulary.get(tokens, &[byte]) {
-            Some(id) if !shadowed.contains(&id) => byte_ids[usize::from(byte)] = id,
-            Some(_) => bail!("added_tokens: the token of the single byte 0x{byte:02x} is added"),
-            None => bail!("model.vocab: no token for the single byte 0x{byte:02x}"),
-        }
-    }
-    Ok(byte_ids)
-}
-
-/// The merges by ids. An added token takes part in none, as text must not lead to it.
-fn build_merges(
-    pairs: Vec<(Cow<str>, Cow<str>)>,
-    vocabulary: &Vocabulary,
-    tokens: &Arena,
-    shadowed: &BTreeSet<u32>,
-) -> Result<Merges> {
-    let mut merges = Merges::with_capacity(pairs.len());
-    let mut bytes = Vec::new();
-    let mut find = |token: &str| -> Result<u32> {
-        let id = spell(token, &mut bytes).ok().and_then(|()| vocabulary.get(tokens, &bytes));
-        match id {
-            Some(id) if !shadowed.contains(&id) => Ok(id),
-            Some(_) => bail!("{token:?} is an added token"),
+/// The merges by ids.
+fn build_merges(lines: &[Cow<str>], vocabulary: &Vocabulary, seeded: Seeded) -> Result<Merges> {
+    let mut merges = Merges::with_capacity_and_hasher(lines.len(), seeded);
+    let find = |token: &str| -> Result<u32> {
+        match spell(token).ok().and_then(|bytes| vocabulary.get(&bytes[..])) {
+            Some(id) => Ok(*id),
             None => bail!("{token:?} is not in the vocabulary"),
         }
     };
-    let mut merged = String::new();
-    for (at, (left, right)) in pairs.iter().enumerate() {
-        merged.clear();
-        merged.push_str(left);
-        merged.push_str(right);
-        let mut entered = || -> Result<bool> {
-            let (left, right, merged) = (find(left)?, find(right)?, find(&merged)?);
-            Ok(merges.insert(left, right, at as u32, merged))
+    for (rank, line) in (0..).zip(lines) {
+        let mut enter = || {
+            let pair = line.split_once(' ').filter(|(_, right)| !right.contains(' '));
+            let Some((left, right)) = pair else {
+                bail!("expected two tokens with one space between them, found {line:?}");
+            };
+            let id = find(&[left, right].concat())?;
+            if merges.insert((find(left)?, find(right)?), Merge { rank, id }).is_some() {
+                bail!("the pair {left:?} {right:?} occurs twice");
+            }
+            Ok(())
         };
-        if !entered().context(|| format!("model.merges[{at}]"))? {
-            bail!("model.merges[{at}]: the pair {left:?} {right:?} occurs twice");
-        }
+        enter().context(|| format!("model.merges[{rank}]"))?;
     }
     Ok(merges)
 }
@@ -507,13 +360,12 @@ const BYTES_OF_CHARS: [Option<u8>; 0x144] = {
     bytes
 };
 
-/// Writes the bytes that `token` spells into `bytes`; the error is a character that is not in the
-/// alphabet.
-fn spell(token: &str, bytes: &mut Vec<u8>) -> std::result::Result<(), char> {
-    bytes.clear();
+/// The bytes that `token` spells; the error is a character that is not in the alphabet.
+fn spell(token: &str) -> std::result::Result<Vec<u8>, char> {
+    let mut bytes = Vec::with_capacity(token.len());
     for char in token.chars() {
         let byte = BYTES_OF_CHARS.get(u32::from(char) as usize).copied().flatten();
         bytes.push(byte.ok_or(char)?);
     }
-    Ok(())
+    Ok(bytes)
 }

@@ -7,14 +7,13 @@
 
 #![forbid(unsafe_code)]
 
-use super::keywords::{self, Keywords, STRING};
+use super::keywords::{self, Keywords, Member, STRING};
 use super::{Compiler, Form};
 use crate::error::{Context, Result};
 use crate::grammar::compile::{Builder, Expr};
 use crate::grammar::values::Json;
 use crate::grammar::{Grammar, UNBOUNDED};
 use crate::json::{self, Limits, Value};
-use std::collections::HashSet;
 
 /// The markers of a call, each with the one that ends its part.
 #[derive(Clone, Copy, Debug)]
@@ -63,7 +62,7 @@ pub(in crate::grammar) fn compile(
     form: &CallForm,
     repeats: bool,
 ) -> Result<Grammar> {
-    let mut json = Json::new()?;
+    let mut json = Json::new();
     let mut calls = Vec::new();
     for tool in tools {
         let arguments = arguments(&mut json, &tool.parameters, form);
@@ -93,34 +92,18 @@ fn arguments(json: &mut Json, parameters: &Value, form: &CallForm) -> Result<Exp
     if let Some((key, _)) = keywords.combiner()? {
         return Err(keywords.error(key, "unsupported here: expected `properties`"));
     }
-    let properties = keywords.object("properties")?.unwrap_or_default();
     let mut compiler = Compiler::new(json, parameters)?;
-    let mut names: Vec<&str> = properties.iter().map(|(name, _)| name.as_str()).collect();
-    let mut known: HashSet<&str> = names.iter().copied().collect();
-    let required = keywords.strings("required")?;
-    names.extend(required.iter().copied().filter(|name| known.insert(name)));
-    let required: HashSet<&str> = required.into_iter().collect();
     let mut all = Vec::new();
-    for (at, name) in names.into_iter().enumerate() {
-        let schema = schema_of(parameters, name);
-        let is_declared = at < properties.len();
-        if !is_declared && *schema == Value::Bool(false) {
-            let message = format!("`{name}` is no property, and others are not allowed");
-            return Err(keywords.error("required", message));
-        }
-        let pointer = match is_declared {
-            true => format!("{}/{}", keywords.place("properties"), keywords::escape(name)),
-            false => keywords.place("additionalProperties"),
-        };
+    for Member { name, pointer, schema, is_required } in keywords.members()? {
         let kinds = keywords::kinds(parameters, schema);
         let way = if kinds & STRING == 0 { Form::Json } else { Form::Text };
-        let value = compiler.subschema_as(way, pointer, schema)?;
+        let value = Expr::Rule(compiler.rule(way, pointer, schema)?);
         let builder = &mut compiler.json.builder;
         let key = builder.literal(name);
         let key = between(builder, form.key, key);
         let value = between(builder, form.value, value);
         let argument = builder.rule(name, Expr::seq([key, value]))?;
-        all.push(if required.contains(name) { argument } else { argument.optional() });
+        all.push(if is_required { argument } else { argument.optional() });
     }
     compiler.define_pending()?;
     Ok(Expr::seq(all))

@@ -6,6 +6,7 @@ use crate::bail;
 use crate::error::{Error, Result};
 use crate::grammar::{REPEAT_MAX, UNBOUNDED};
 use crate::json::Value;
+use std::collections::HashSet;
 use std::fmt::Display;
 
 /// Kinds of value, as bits.
@@ -29,46 +30,39 @@ const TYPES: &[(&str, u8)] = &[
 ];
 
 /// Keywords that restrict values of some kinds only.
-const RESTRICTIONS: &[(&str, u8)] = &[
-    ("properties", OBJECT),
-    ("required", OBJECT),
-    ("additionalProperties", OBJECT),
-    ("items", ARRAY),
-    ("prefixItems", ARRAY),
-    ("minItems", ARRAY),
-    ("maxItems", ARRAY),
-    ("minLength", STRING),
-    ("maxLength", STRING),
-    ("pattern", STRING),
-    ("format", STRING),
-    ("minimum", INTEGER | NUMBER),
-    ("maximum", INTEGER | NUMBER),
-    ("exclusiveMinimum", INTEGER | NUMBER),
-    ("exclusiveMaximum", INTEGER | NUMBER),
+const RESTRICTIONS: &[(u8, &[&str])] = &[
+    (OBJECT, &["properties", "required", "additionalProperties"]),
+    (ARRAY, &["items", "prefixItems", "minItems", "maxItems"]),
+    (STRING, &["minLength", "maxLength", "pattern", "format"]),
+    (INTEGER | NUMBER, &["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]),
 ];
 
 /// Keywords that say what is allowed by themselves.
 const COMBINERS: &[&str] = &["$ref", "const", "enum", "anyOf", "oneOf", "allOf"];
 
 /// Keywords without influence on what is valid, and those that hold schemas to refer to.
-const ANNOTATIONS: &[&str] = &[
-    "title",
-    "description",
-    "default",
-    "examples",
-    "deprecated",
-    "readOnly",
-    "writeOnly",
-    "$comment",
-    "$schema",
-    "$id",
-    "$defs",
-    "definitions",
+const ANNOTATIONS: [&[&str]; 3] = [
+    &["title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"],
+    &["$comment", "$schema", "$id"],
+    &["$defs", "definitions"],
 ];
+
+fn is_annotation(key: &str) -> bool {
+    ANNOTATIONS.iter().any(|keys| keys.contains(&key))
+}
+
+/// A member of an object, and where its schema is.
+pub(super) struct Member<'a> {
+    pub(super) name: &'a str,
+    pub(super) pointer: String,
+    pub(super) schema: &'a Value,
+    pub(super) is_required: bool,
+}
 
 /// A schema that is an object, and where it is.
 pub(super) struct Keywords<'a> {
     pub(super) pointer: String,
+    pub(super) schema: &'a Value,
     members: &'a [(String, Value)],
 }
 
@@ -78,13 +72,13 @@ impl<'a> Keywords<'a> {
         let Some(members) = schema.as_object() else {
             bail!("{pointer}: expected a schema, found {}", schema.kind());
         };
-        let keywords = Keywords { pointer: pointer.into(), members };
+        let keywords = Keywords { pointer: pointer.into(), schema, members };
         for (key, _) in members {
             let key = key.as_str();
             let is_known = key == "type"
-                || ANNOTATIONS.contains(&key)
+                || is_annotation(key)
                 || COMBINERS.contains(&key)
-                || RESTRICTIONS.iter().any(|(name, _)| *name == key);
+                || RESTRICTIONS.iter().any(|(_, keys)| keys.contains(&key));
             if !is_known {
                 return Err(keywords.error(key, "unsupported keyword"));
             }
@@ -92,11 +86,17 @@ impl<'a> Keywords<'a> {
                 return Err(keywords.error(key, "supported at the root only"));
             }
         }
+        for name in named(schema).unwrap_or_default() {
+            let name = name.as_str().ok_or_else(|| keywords.expected("type", "names of types"))?;
+            if !TYPES.iter().any(|(known, _)| *known == name) {
+                return Err(keywords.error("type", format!("unknown type `{name}`")));
+            }
+        }
         Ok(keywords)
     }
 
     pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
-        self.members.iter().find(|(name, _)| name == key).map(|(_, value)| value)
+        self.schema.get(key)
     }
 
     /// The pointer of a keyword.
@@ -120,52 +120,69 @@ impl<'a> Keywords<'a> {
         };
         for (other, _) in self.members {
             let is_type = other == "type" && ["const", "enum"].contains(&key);
-            if other != key && !is_type && !ANNOTATIONS.contains(&other.as_str()) {
+            if other != key && !is_type && !is_annotation(other) {
                 return Err(self.error(other, format!("unsupported beside `{key}`")));
             }
         }
         Ok(self.get(key).map(|value| (key, value)))
     }
 
-    /// The kinds that `type` allows or, without it, that the keywords are about; `None` for any.
-    pub(super) fn kinds(&self) -> Result<Option<u8>> {
-        let Some(declared) = self.get("type") else {
-            let is_about = |key: &String| RESTRICTIONS.iter().find(|(name, _)| name == key);
-            let about = self.members.iter().filter_map(|(key, _)| is_about(key));
-            return Ok(about.map(|(_, kinds)| *kinds).reduce(|a, b| a | b));
-        };
-        let mut kinds = 0;
-        for name in declared.as_array().unwrap_or(std::slice::from_ref(declared)) {
-            let name = name.as_str().ok_or_else(|| self.expected("type", "names of types"))?;
-            let Some((_, kind)) = TYPES.iter().find(|(known, _)| *known == name) else {
-                return Err(self.error("type", format!("unknown type `{name}`")));
-            };
-            kinds |= kind;
-        }
-        Ok(Some(kinds))
+    /// The value of a keyword as `read` takes it; an error if that gives none.
+    fn read<T>(
+        &self,
+        key: &str,
+        what: &str,
+        read: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let value = self.get(key).map(|value| read(value).ok_or_else(|| self.expected(key, what)));
+        value.transpose()
     }
 
     pub(super) fn string(&self, key: &str) -> Result<Option<&'a str>> {
-        let Some(value) = self.get(key) else { return Ok(None) };
-        value.as_str().map(Some).ok_or_else(|| self.expected(key, "a string"))
+        self.read(key, "a string", Value::as_str)
     }
 
     pub(super) fn object(&self, key: &str) -> Result<Option<&'a [(String, Value)]>> {
-        let Some(value) = self.get(key) else { return Ok(None) };
-        value.as_object().map(Some).ok_or_else(|| self.expected(key, "an object"))
+        self.read(key, "an object", Value::as_object)
     }
 
-    /// An array with at least one element.
+    /// An array with at least one element; none if it is absent.
     pub(super) fn list(&self, key: &str) -> Result<&'a [Value]> {
-        let list = self.get(key).and_then(Value::as_array).filter(|list| !list.is_empty());
-        list.ok_or_else(|| self.expected(key, "an array with elements"))
+        let list = |value: &'a Value| value.as_array().filter(|list| !list.is_empty());
+        self.read(key, "an array with elements", list).map(Option::unwrap_or_default)
     }
 
     /// An array of strings, none if it is absent.
     pub(super) fn strings(&self, key: &str) -> Result<Vec<&'a str>> {
-        let Some(value) = self.get(key) else { return Ok(Vec::new()) };
-        let strings = value.as_array().and_then(|list| list.iter().map(Value::as_str).collect());
-        strings.ok_or_else(|| self.expected(key, "an array of strings"))
+        let strings = |value: &'a Value| value.as_array()?.iter().map(Value::as_str).collect();
+        self.read(key, "an array of strings", strings).map(Option::unwrap_or_default)
+    }
+
+    /// The members that an object may have by name: those of `properties`, then those of
+    /// `required` without a property.
+    pub(super) fn members(&self) -> Result<Vec<Member<'a>>> {
+        let properties = self.object("properties")?.unwrap_or_default();
+        let required = self.strings("required")?;
+        let is_required: HashSet<&str> = required.iter().copied().collect();
+        let place = self.place("properties");
+        let declared = |(name, schema): &'a (String, Value)| Member {
+            name,
+            pointer: format!("{place}/{}", escape(name)),
+            schema,
+            is_required: is_required.contains(name.as_str()),
+        };
+        let mut members: Vec<Member<'a>> = properties.iter().map(declared).collect();
+        let mut known: HashSet<&str> = members.iter().map(|member| member.name).collect();
+        let schema = self.get("additionalProperties").unwrap_or(&Value::Bool(true));
+        for name in required.into_iter().filter(|name| known.insert(name)) {
+            if *schema == Value::Bool(false) {
+                let message = format!("`{name}` is no property, and others are not allowed");
+                return Err(self.error("required", message));
+            }
+            let pointer = self.place("additionalProperties");
+            members.push(Member { name, pointer, schema, is_required: true });
+        }
+        Ok(members)
     }
 
     /// A least and a greatest count: 0 and [`UNBOUNDED`] if absent.
@@ -193,8 +210,7 @@ impl<'a> Keywords<'a> {
         end: i128,
         is_integer: bool,
     ) -> Result<Option<(i128, i128)>> {
-        let Some(value) = self.get(key) else { return Ok(None) };
-        let bound = value.as_f64().ok_or_else(|| self.expected(key, "a number"))?;
+        let Some(bound) = self.read(key, "a number", Value::as_f64)? else { return Ok(None) };
         if bound.abs() >= end as f64 {
             return Err(self.error(key, format!("{bound} is unsupported: the limit is {end}")));
         }
@@ -202,8 +218,8 @@ impl<'a> Keywords<'a> {
             let message = format!("{bound} is unsupported: only integers are, but for integers");
             return Err(self.error(key, message));
         }
-        let whole = value.as_i64().map(|int| (i128::from(int), i128::from(int)));
-        Ok(whole.or(Some((bound.floor() as i128, bound.ceil() as i128))))
+        let exact = self.get(key).and_then(Value::as_i64).map(|int| (int.into(), int.into()));
+        Ok(exact.or(Some((bound.floor() as i128, bound.ceil() as i128))))
     }
 }
 
@@ -222,7 +238,7 @@ pub(super) fn kind_of(value: &Value) -> u8 {
 }
 
 /// A key as a JSON pointer writes it.
-pub(super) fn escape(key: &str) -> String {
+fn escape(key: &str) -> String {
     key.replace('~', "~0").replace('/', "~1")
 }
 
@@ -252,8 +268,21 @@ pub(super) fn resolve<'a>(document: &'a Value, reference: &str) -> Result<&'a Va
 /// Schemas that are looked at for one value; what is behind them counts as not said.
 const LOOKS_MAX: usize = 256;
 
+/// The names of types that a schema lists.
+fn named(schema: &Value) -> Option<&[Value]> {
+    let named = schema.get("type")?;
+    Some(named.as_array().unwrap_or(std::slice::from_ref(named)))
+}
+
+/// The values that `const` or `enum` lists.
+fn constants(schema: &Value) -> Option<&[Value]> {
+    let listed = schema.get("enum").and_then(Value::as_array);
+    schema.get("const").map(std::slice::from_ref).or(listed)
+}
+
 /// The kinds of value that a schema allows, those of its alternatives and of its listed values
-/// included; `u8::MAX` if it does not say. What is malformed or unknown says nothing.
+/// included; `u8::MAX` if it does not say. Without `type`, the keywords present imply it. What is
+/// malformed or unknown says nothing.
 pub(super) fn kinds(document: &Value, schema: &Value) -> u8 {
     kinds_within(document, schema, &mut 0)
 }
@@ -264,22 +293,27 @@ fn kinds_within(document: &Value, schema: &Value, looks: &mut usize) -> u8 {
         return u8::MAX;
     }
     let schema = follow(document, schema);
+    let bits = |name: &Value| TYPES.iter().find(|(known, _)| name.as_str() == Some(known));
+    let bits = |name: &Value| bits(name).map_or(u8::MAX, |(_, bits)| *bits);
+    let mut kinds = named(schema).map_or(u8::MAX, |names| any_of(names.iter().map(bits)));
+    kinds &= constants(schema).map_or(u8::MAX, |values| any_of(values.iter().map(kind_of)));
     let list = |key: &str| schema.get(key).and_then(Value::as_array).unwrap_or_default();
-    let types = schema.get("type").into_iter();
-    let types = types.flat_map(|named| named.as_array().unwrap_or(std::slice::from_ref(named)));
-    let bit = |name: &Value| TYPES.iter().find(|(known, _)| name.as_str() == Some(known));
-    let mut kinds = types.filter_map(bit).map(|(_, bits)| *bits).reduce(|a, b| a | b);
-    let mut narrow = |found: Option<u8>| kinds = found.map(|f| f & kinds.unwrap_or(f)).or(kinds);
-    narrow(list("enum").iter().chain(schema.get("const")).map(kind_of).reduce(|a, b| a | b));
-    for key in ["anyOf", "oneOf"] {
-        let each = list(key).iter().map(|schema| kinds_within(document, schema, looks));
-        narrow(each.reduce(|a, b| a | b).filter(|found| *found != u8::MAX));
+    for alternatives in ["anyOf", "oneOf"].map(list).into_iter().filter(|list| !list.is_empty()) {
+        let each = alternatives.iter().map(|schema| kinds_within(document, schema, looks));
+        kinds &= any_of(each);
     }
     for schema in list("allOf") {
-        narrow(Some(kinds_within(document, schema, looks)).filter(|found| *found != u8::MAX));
+        kinds &= kinds_within(document, schema, looks);
     }
-    let about = RESTRICTIONS.iter().filter(|(name, _)| schema.get(name).is_some());
-    kinds.or(about.map(|(_, bits)| *bits).reduce(|a, b| a | b)).unwrap_or(u8::MAX)
+    let is_about = |(_, keys): &&(u8, &[&str])| keys.iter().any(|key| schema.get(key).is_some());
+    match any_of(RESTRICTIONS.iter().filter(is_about).map(|(kinds, _)| *kinds)) {
+        about if kinds == u8::MAX && about != 0 => about,
+        _ => kinds,
+    }
+}
+
+fn any_of(kinds: impl Iterator<Item = u8>) -> u8 {
+    kinds.fold(0, |a, b| a | b)
 }
 
 /// The schema that `schema` refers to, if it is a reference.
@@ -294,67 +328,34 @@ fn follow<'a>(document: &'a Value, mut schema: &'a Value) -> &'a Value {
     schema
 }
 
-/// What is known of the values that a schema allows.
-struct Shape<'a> {
-    kinds: u8,
-    constants: Option<&'a [Value]>,
-    schema: &'a Value,
-}
-
-fn shape<'a>(document: &'a Value, schema: &'a Value) -> Shape<'a> {
-    let schema = follow(document, schema);
-    let mut shape = Shape { kinds: u8::MAX, constants: None, schema };
-    if schema.as_bool() == Some(false) {
-        shape.kinds = 0;
-    }
-    // What is malformed is found when the schema itself is compiled.
-    let Ok(keywords) = Keywords::new("#", schema) else { return shape };
-    let constants = match (schema.get("const"), schema.get("enum")) {
-        (Some(value), _) => Some(std::slice::from_ref(value)),
-        (None, values) => values.and_then(Value::as_array),
-    };
-    let is_combined = COMBINERS.iter().any(|key| schema.get(key).is_some());
-    shape.kinds = match constants {
-        Some(values) => values.iter().fold(0, |kinds, value| kinds | kind_of(value)),
-        None if is_combined => u8::MAX,
-        None => keywords.kinds().ok().flatten().unwrap_or(u8::MAX),
-    };
-    shape.constants = constants;
-    shape
-}
-
 /// Whether no value can be valid for both schemas, as far as types and constants show.
 pub(super) fn differ(document: &Value, a: &Value, b: &Value) -> bool {
     /// Required members of objects that are compared.
     const MEMBERS_MAX: usize = 16;
-    let (a, b) = (shape(document, a), shape(document, b));
-    if kinds_and_constants_differ(&a, &b) {
+    if kinds_or_constants_differ(document, a, b) {
         return true;
     }
-    if a.kinds & b.kinds != OBJECT {
+    if kinds(document, a) & kinds(document, b) != OBJECT {
         return false;
     }
-    let required = |shape: &Shape<'_>, name: &str| {
-        let list = shape.schema.get("required").and_then(Value::as_array);
-        list.is_some_and(|list| list.iter().any(|member| member.as_str() == Some(name)))
-    };
-    fn property<'a>(document: &'a Value, object: &Shape<'a>, name: &str) -> Option<Shape<'a>> {
-        Some(shape(document, object.schema.get("properties")?.get(name)?))
-    }
-    let names = a.schema.get("required").and_then(Value::as_array).unwrap_or_default();
-    names.iter().take(MEMBERS_MAX).filter_map(Value::as_str).any(|name| {
-        let members = property(document, &a, name).zip(property(document, &b, name));
-        required(&b, name) && members.is_some_and(|(a, b)| kinds_and_constants_differ(&a, &b))
+    let [a, b] = [a, b].map(|schema| follow(document, schema));
+    let [mine, theirs] =
+        [a, b].map(|schema| schema.get("required").and_then(Value::as_array).unwrap_or_default());
+    mine.iter().take(MEMBERS_MAX).filter(|name| theirs.contains(name)).any(|name| {
+        let properties = [a, b].map(|schema| schema.get("properties"));
+        let [a, b] = properties.map(|all| all.and_then(|all| all.get(name.as_str()?)));
+        a.zip(b).is_some_and(|(a, b)| kinds_or_constants_differ(document, a, b))
     })
 }
 
-fn kinds_and_constants_differ(a: &Shape<'_>, b: &Shape<'_>) -> bool {
+fn kinds_or_constants_differ(document: &Value, a: &Value, b: &Value) -> bool {
     /// Pairs of constants that are compared; beyond, they count as equal.
     const PAIRS_MAX: usize = 1 << 16;
-    if a.kinds & b.kinds == 0 {
+    if kinds(document, a) & kinds(document, b) == 0 {
         return true;
     }
-    let (Some(a), Some(b)) = (a.constants, b.constants) else { return false };
+    let [a, b] = [a, b].map(|schema| constants(follow(document, schema)));
+    let Some((a, b)) = a.zip(b) else { return false };
     a.len() * b.len() <= PAIRS_MAX && !a.iter().any(|a| b.iter().any(|b| may_be_equal(a, b)))
 }
 
