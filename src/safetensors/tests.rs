@@ -3,7 +3,6 @@
 use super::*;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Instant;
 
 /// A directory that is removed when the test ends.
 struct TempDir(PathBuf);
@@ -182,14 +181,12 @@ fn malformed_headers_are_refused_with_their_position() {
 fn header_length_is_checked_before_anything_is_allocated() {
     let mut bytes = vec![0xFF; 8];
     bytes.resize(20, b' ');
-    let start = Instant::now();
     let dir = TempDir::new();
     assert_eq!(
         dir.write("a.safetensors", &bytes).refusal(),
         "DIR/a.safetensors: header of 18446744073709551615 bytes at offset 8 reaches beyond the \
          file of 20 bytes"
     );
-    assert!(start.elapsed().as_millis() < 500);
     let message = TempDir::new().write("a.safetensors", b"1234567").refusal();
     assert!(message.contains("at least 8 bytes of header length, found a file of 7 bytes"));
     // A sparse file long enough for the length it claims meets the cap.
@@ -405,18 +402,14 @@ fn expert_headers(shards: usize) -> Vec<String> {
 }
 
 #[test]
-fn index_of_a_full_container_opens_in_well_under_a_second() {
+fn index_of_a_full_container_has_every_name() {
     let dir = TempDir::new();
     for (number, header) in expert_headers(12).iter().enumerate() {
         dir.shard(&format!("out-{number:05}.safetensors"), header, 9600);
     }
-    let start = Instant::now();
     let directory = dir.open();
-    let elapsed = start.elapsed();
     assert_eq!(directory.len(), 115_200);
     let (last_name, last) = directory.iter().last().unwrap();
     assert_eq!(last_name, "model.layers.77.mlp.experts.255.up_proj.weight.qs");
     assert_eq!((last.shard, directory.get(last_name)), (11, Some(last)));
-    println!("115200 names in {} ms", elapsed.as_millis());
-    assert!(elapsed.as_millis() < 1000, "{elapsed:?}");
 }
