@@ -35,7 +35,7 @@ const PAUSE_PASSES: u32 = 16;
 /// The share of time that such trials of one source may cost in the long run.
 const TRIALS_SHARE: f64 = 0.005;
 /// Passes with drafts between two that do without, to see what they take now.
-const WITHOUT_PASSES: u32 = 16;
+const WITHOUT_PASSES: u32 = 8;
 /// Drafts must promise this much more tokens a second: of two rates that are measured, the one that
 /// luck made larger is the one that is chosen.
 const GAIN_MIN: f64 = 1.1;
@@ -79,8 +79,8 @@ pub struct Times {
     pub read: Duration,
 }
 
-/// Measurements that count.
-const RECENT: usize = 8;
+/// Measurements that count: few, because what a pass takes falls while a store fills.
+const RECENT: usize = 4;
 
 /// The last measurements of one thing.
 #[derive(Clone, Copy, Default)]
@@ -316,7 +316,7 @@ mod tests {
     fn drafts_that_are_right_and_cheap_are_all_taken_but_for_a_look_at_what_none_cost() {
         let counts = counts(200, 5, |rows| 100 + rows as u64);
         let all = counts[100..].iter().filter(|count| **count == 5).count();
-        assert!((93..=95).contains(&all), "{counts:?}");
+        assert!((88..=90).contains(&all), "{counts:?}");
         assert!(counts[100..].iter().all(|count| [0, 5].contains(count)), "{counts:?}");
     }
 
@@ -338,7 +338,7 @@ mod tests {
     fn as_many_are_taken_as_are_right() {
         let counts = counts(300, 2, |rows| 70 + 30 * rows as u64);
         let twos = counts[100..].iter().filter(|count| **count == 2).count();
-        assert!(twos > 180, "{counts:?}");
+        assert!(twos > 170, "{counts:?}");
     }
 
     /// Text that repeats itself is cheap without drafts, too, and all other text is dear: a draft
@@ -362,7 +362,7 @@ mod tests {
     /// reads three experts of 50 ms and all others one, it is 1.5 tokens in 1.75 passes.
     #[test]
     fn what_wrong_drafts_evict_is_paid() {
-        for (wrong_reads, range) in [(1, 800..=960), (3, 10..=120)] {
+        for (wrong_reads, range) in [(1, 800..=960), (3, 5..=60)] {
             let mut drafter = Drafter::new(None);
             let drafted = |pass: usize| {
                 let count = drafter.count(Source::Lookup, 1);
