@@ -426,6 +426,35 @@ fn the_head_follows_a_timeline_that_was_cut() {
     }
 }
 
+/// The random head of this fixture does not pay, so it soon rests; then it begins anew behind a gap
+/// whenever it is tried. What such a session saves, and what one without a head saves, lacks its
+/// rows: the head begins behind what was restored, and drafts.
+#[test]
+fn a_head_that_rests_begins_anew_and_changes_no_token() {
+    let dir = TempDir::new("resting-head");
+    let options = |drafts| Options { ctx_tokens: 512, ..options(drafts) };
+    let sampled = Params { temperature: 1.3, seed: 11, ..Params::GREEDY };
+    let plain = open(&fixture(HEAD), options(Some(0)));
+    let mut without = plain.session().unwrap();
+    let (want, _) = generate(&mut without, &prompt(), 440, sampled.clone());
+    for drafts in [None, Some(0)] {
+        let engine = open(&fixture(HEAD), options(drafts));
+        let mut session = engine.session().unwrap();
+        let (ids, _) = generate(&mut session, &prompt(), 400, sampled.clone());
+        assert_eq!(ids, want[..400], "{drafts:?}");
+        let path = dir.0.join(format!("{drafts:?}"));
+        session.save(&path).unwrap();
+        session.release_file();
+
+        let engine = open(&fixture(HEAD), options(Some(2)));
+        let (mut session, _) = engine.restore(&path).unwrap().unwrap();
+        let prompt = [&prompt()[..], &ids].concat();
+        let (ids, drafted) = generate(&mut session, &prompt, 40, sampled.clone());
+        assert_eq!(ids, want[400..], "{drafts:?}");
+        assert!(drafted.0.iter().filter(|(_, drafts, _)| drafts.len() == 2).count() > 20);
+    }
+}
+
 /// Full to the last position, with drafts that would not fit.
 #[test]
 fn drafts_end_with_the_context() {
