@@ -35,26 +35,18 @@
 
 use crate::bail;
 use crate::error::{Context, Result};
-use crate::json::{self, Limits, Value, to_python};
+use crate::json::{self, Field, Limits, Value, to_python};
 use crate::tokenizer::{Special, Tokenizer};
 use std::collections::HashMap;
-use std::fmt::Arguments;
 
 /// Most bytes of tool lines that all the references to tools in one request may repeat.
 pub const REFERENCED_BYTES_MAX: usize = 16 << 20;
 
-/// Types of parts that are no text.
-pub const MEDIA_TYPES: [&str; 9] = [
-    "image",
-    "image_url",
-    "input_image",
-    "video",
-    "video_url",
-    "input_video",
-    "audio",
-    "audio_url",
-    "input_audio",
-];
+/// Whether a part of this type is no text: `image`, `image_url`, `input_image`, and so on.
+pub fn is_media(kind: &str) -> bool {
+    let kind = kind.strip_suffix("_url").or(kind.strip_prefix("input_")).unwrap_or(kind);
+    ["image", "video", "audio"].contains(&kind)
+}
 
 /// What stands in for an image, video or audio part.
 pub const MEDIA_REMINDER: &str = "<reminder>You are unable to process this multimodal content \
@@ -161,112 +153,51 @@ struct Tool<'a> {
 }
 
 impl<'a> Settings<'a> {
-    /// Null means absent everywhere.
-    fn read(request: &'a Value) -> Result<Settings<'a>> {
-        let kwargs = present(request, "chat_template_kwargs");
-        let thinking = present(request, "thinking");
-        for (value, name) in [(kwargs, "chat_template_kwargs"), (thinking, "thinking")] {
-            value.map_or(Ok(()), |value| object(value, format_args!("{name}")))?;
-        }
-        let setting = |name: &str| {
-            kwargs.and_then(|kwargs| present(kwargs, name)).or_else(|| present(request, name))
-        };
-        let boolean = |name: &str| match setting(name) {
-            None => Ok(None),
-            Some(Value::Bool(value)) => Ok(Some(*value)),
-            Some(other) => bail!("{name}: expected true or false, found {}", other.kind()),
-        };
-        let effort = match setting("reasoning_effort") {
-            None => "",
-            Some(Value::String(effort)) => effort,
-            Some(other) => bail!("reasoning_effort: expected a string, found {}", other.kind()),
-        };
-        let effort_at_top = present(request, "reasoning_effort").and_then(Value::as_str);
+    fn read(request: &Field<'a>) -> Result<Settings<'a>> {
+        let (kwargs, thinking) = (request.get("chat_template_kwargs"), request.get("thinking"));
+        kwargs.members()?;
+        thinking.members()?;
+        let setting = |name: &str| kwargs.get(name).or(request.get(name));
+        let effort = setting("reasoning_effort").string()?;
+        let effort_at_top = request.get("reasoning_effort").value().and_then(Value::as_str);
         let by_effort = !matches!(effort_at_top, Some("none" | "minimal"));
-        let (thinks, clears) = thinking.map_or(Ok((None, None)), read_thinking)?;
-        let tools = array(request, format_args!("tools"), "tools")?.iter().enumerate();
+        let thinks = match thinking.get("type").string()? {
+            None => None,
+            Some("enabled") => Some(true),
+            Some("disabled") => Some(false),
+            Some(_) => return Err(thinking.get("type").refused("enabled or disabled")),
+        };
+        let clears = thinking.get("clear_thinking").boolean()?;
         Ok(Settings {
-            enable_thinking: boolean("enable_thinking")?.or(thinks).unwrap_or(by_effort),
-            high_effort: effort == "high",
-            clear_thinking: boolean("clear_thinking")?.or(clears),
-            tools: tools.map(|(i, tool)| Tool::read(tool, i)).collect::<Result<_>>()?,
-            shows_tools: request.get("tool_choice").and_then(Value::as_str) != Some("none"),
+            enable_thinking: setting("enable_thinking").boolean()?.or(thinks).unwrap_or(by_effort),
+            high_effort: effort == Some("high"),
+            clear_thinking: setting("clear_thinking").boolean()?.or(clears),
+            tools: request.get("tools").items()?.iter().map(Tool::read).collect::<Result<_>>()?,
+            shows_tools: request.get("tool_choice").value().and_then(Value::as_str) != Some("none"),
         })
     }
-}
-
-/// `enable_thinking` and `clear_thinking` of the object `thinking`.
-fn read_thinking(thinking: &Value) -> Result<(Option<bool>, Option<bool>)> {
-    let enable = match present(thinking, "type").map(|kind| (kind, kind.as_str())) {
-        None => None,
-        Some((_, Some("enabled"))) => Some(true),
-        Some((_, Some("disabled"))) => Some(false),
-        Some((_, Some(other))) => {
-            bail!("thinking.type: expected enabled or disabled, found {}", quoted(other))
-        }
-        Some((other, None)) => bail!("thinking.type: expected a string, found {}", other.kind()),
-    };
-    let clear = match present(thinking, "clear_thinking") {
-        None => None,
-        Some(Value::Bool(clear)) => Some(*clear),
-        Some(other) => {
-            bail!("thinking.clear_thinking: expected true or false, found {}", other.kind())
-        }
-    };
-    Ok((enable, clear))
 }
 
 impl<'a> Tool<'a> {
     /// The line holds the inner `function` if there is one, else the tool itself, without the
     /// members that are not for the model.
-    fn read(tool: &'a Value, index: usize) -> Result<Tool<'a>> {
-        let function = function_of(tool, format_args!("tools[{index}]"))?;
-        let members = function.as_object().unwrap_or_default().iter();
+    fn read(tool: &Field<'a>) -> Result<Tool<'a>> {
+        let function = function_of(tool)?;
+        let members = function.members()?.unwrap_or_default().iter();
         let kept = members.filter(|(key, _)| key != "defer_loading" && key != "strict");
         Ok(Tool {
-            name: function.get("name").and_then(Value::as_str),
+            name: function.get("name").value().and_then(Value::as_str),
             line: to_python(&Value::Object(kept.cloned().collect())) + "\n",
-            is_deferred: [function, tool].iter().any(|v| is_true(v.get("defer_loading"))),
+            is_deferred: [&function, tool].iter().any(|v| is_true(v.get("defer_loading").value())),
         })
     }
 }
 
-/// The member `key`, unless it is null.
-fn present<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
-    value.get(key).filter(|value| !value.is_null())
-}
-
-/// The elements of the member `key` of `value`, an array at `path`; none if absent or null.
-fn array<'a>(value: &'a Value, path: Arguments<'_>, key: &str) -> Result<&'a [Value]> {
-    match present(value, key) {
-        None => Ok(&[]),
-        Some(Value::Array(items)) => Ok(items),
-        Some(other) => bail!("{path}: expected an array, found {}", other.kind()),
-    }
-}
-
-/// Refuses anything but an object.
-fn object(value: &Value, path: Arguments<'_>) -> Result<()> {
-    match value {
-        Value::Object(_) => Ok(()),
-        other => bail!("{path}: expected an object, found {}", other.kind()),
-    }
-}
-
-/// The string member `key` of the object at `path`, which cannot do without it.
-fn string<'a>(value: &'a Value, path: Arguments<'_>, key: &str) -> Result<&'a str> {
-    match value.get(key) {
-        Some(Value::String(text)) => Ok(text),
-        Some(other) => bail!("{path}.{key}: expected a string, found {}", other.kind()),
-        None => bail!("{path}.{key}: expected a string, but it is missing"),
-    }
-}
-
 /// The inner `function` object of a tool or a call if there is one, else the whole.
-fn function_of<'a>(value: &'a Value, path: Arguments<'_>) -> Result<&'a Value> {
-    object(value, path)?;
-    let Some(function) = value.get("function") else { return Ok(value) };
-    object(function, format_args!("{path}.function"))?;
+fn function_of<'a>(field: &Field<'a>) -> Result<Field<'a>> {
+    field.members()?;
+    let function = field.get("function").or(field.clone());
+    function.members()?;
     Ok(function)
 }
 
@@ -286,25 +217,27 @@ fn is_true(value: Option<&Value>) -> bool {
 
 /// Renders an OpenAI chat request. Errors name the field, as in `messages[2].content[0].type`.
 pub fn render(request: &Value) -> Result<Prompt> {
-    object(request, format_args!("the request"))?;
-    let settings = Settings::read(request)?;
-    let messages = array(request, format_args!("messages"), "messages")?;
+    let request = Field::root(request);
+    request.members().context(|| "the request")?;
+    let settings = Settings::read(&request)?;
+    let messages = request.get("messages").items()?;
     if messages.is_empty() {
         bail!("messages: expected at least one message, found none");
     }
-    let role = |message: &Value, name| message.get("role").and_then(Value::as_str) == Some(name);
-    let last_user = messages.iter().rposition(|message| role(message, "user"));
+    let has_role = |message: &Field<'_>, role| {
+        message.get("role").value().and_then(Value::as_str) == Some(role)
+    };
+    let last_user = messages.iter().rposition(|message| has_role(message, "user"));
     let mut renderer = Renderer::new(&settings);
     renderer.prefix();
     let mut in_tool_run = false;
     for (i, message) in messages.iter().enumerate() {
-        let is_tool = role(message, "tool");
+        let is_tool = has_role(message, "tool");
         if is_tool && !in_tool_run {
             renderer.prompt.control("<|observation|>");
         }
         in_tool_run = is_tool;
-        let is_past = last_user.is_some_and(|last| i <= last);
-        renderer.message(message, format_args!("messages[{i}]"), is_past)?;
+        renderer.message(message, last_user.is_some_and(|last| i <= last))?;
     }
     let mut prompt = renderer.prompt;
     prompt.control("<|assistant|>");
@@ -367,64 +300,47 @@ impl<'a> Renderer<'a> {
     }
 
     /// One message; `is_past` unless it is after the last user message.
-    fn message(&mut self, message: &Value, path: Arguments<'_>, is_past: bool) -> Result<()> {
-        object(message, path)?;
-        match string(message, path, "role")? {
-            "system" | "developer" => {
-                self.prompt.control("<|system|>");
-                self.prompt.text_of(&content_text(message, path)?);
-            }
-            "user" => {
-                self.prompt.control("<|user|>");
-                self.prompt.text_of(&content_text(message, path)?);
-            }
-            "assistant" => self.assistant(message, path, is_past)?,
-            "tool" => self.tool_results(message, path)?,
-            role => bail!(
-                "{path}.role: expected system, developer, user, assistant or tool, found {}",
-                quoted(role)
-            ),
-        }
+    fn message(&mut self, message: &Field<'_>, is_past: bool) -> Result<()> {
+        message.members()?;
+        let role = message.get("role");
+        let marker = match role.required_string()? {
+            "system" | "developer" => "<|system|>",
+            "user" => "<|user|>",
+            "assistant" => return self.assistant(message, is_past),
+            "tool" => return self.tool_results(&message.get("content")),
+            _ => return Err(role.refused("system, developer, user, assistant or tool")),
+        };
+        self.prompt.control(marker);
+        self.prompt.text_of(&content_text(&message.get("content"))?);
         Ok(())
     }
 
-    fn assistant(&mut self, message: &Value, path: Arguments<'_>, is_past: bool) -> Result<()> {
-        let text = content_text(message, path)?;
-        let (mut content, mut reasoning, mut sent_back) = (text.as_str(), "", false);
-        let names = ["reasoning_content", "reasoning"];
-        match names.iter().find_map(|name| Some((name, present(message, name)?))) {
-            Some((_, Value::String(text))) => (reasoning, sent_back) = (text, true),
-            Some((name, other)) => {
-                bail!("{path}.{name}: expected a string, found {}", other.kind())
-            }
-            None => {
-                if let Some((before, _)) = text.split_once("</think>") {
-                    reasoning = before.rsplit("<think>").next().unwrap_or_default();
-                    content = text.rsplit("</think>").next().unwrap_or_default();
-                }
-            }
+    fn assistant(&mut self, message: &Field<'_>, is_past: bool) -> Result<()> {
+        let text = content_text(&message.get("content"))?;
+        let mut content = text.as_str();
+        let sent_back = message.get("reasoning_content").or(message.get("reasoning")).string()?;
+        let mut reasoning = sent_back.unwrap_or_default();
+        if sent_back.is_none()
+            && let Some((before, _)) = text.split_once("</think>")
+        {
+            reasoning = before.rsplit("<think>").next().unwrap_or_default();
+            content = text.rsplit("</think>").next().unwrap_or_default();
         }
-        let keeps = !is_past || !self.settings.clear_thinking.unwrap_or(!sent_back);
+        let keeps = !is_past || !self.settings.clear_thinking.unwrap_or(sent_back.is_none());
         self.prompt.control("<|assistant|>");
         self.prompt.control("<think>");
         self.prompt.text_of(if keeps { reasoning } else { "" });
         self.prompt.control("</think>");
         self.prompt.text_of(strip(content));
-        let calls = array(message, format_args!("{path}.tool_calls"), "tool_calls")?;
-        for (i, call) in calls.iter().enumerate() {
-            self.call(call, format_args!("{path}.tool_calls[{i}]"))?;
-        }
-        Ok(())
+        message.get("tool_calls").items()?.iter().try_for_each(|call| self.call(call))
     }
 
     /// One tool call: its name, then key and value of each argument.
-    fn call(&mut self, call: &Value, path: Arguments<'_>) -> Result<()> {
-        let function = function_of(call, path)?;
-        let inner = if call.get("function").is_some() { ".function" } else { "" };
-        let path = format_args!("{path}{inner}");
+    fn call(&mut self, call: &Field<'_>) -> Result<()> {
+        let function = function_of(call)?;
         self.prompt.control("<tool_call>");
-        self.prompt.text_of(string(function, path, "name")?);
-        for (key, value) in &arguments(function, path)? {
+        self.prompt.text_of(function.get("name").required_string()?);
+        for (key, value) in &arguments(&function.get("arguments"))? {
             match value {
                 Value::String(text) => self.prompt.argument(key, text),
                 other => self.prompt.argument(key, &to_python(other)),
@@ -436,26 +352,21 @@ impl<'a> Renderer<'a> {
 
     /// The responses of one tool message: one per item that has an `output`, the lines of
     /// referenced tools, or the content's text.
-    fn tool_results(&mut self, message: &Value, path: Arguments<'_>) -> Result<()> {
-        let items = message.get("content").and_then(Value::as_array).unwrap_or_default();
-        let first = items.first();
-        if first.is_some_and(|item| item.get("output").is_some()) {
-            for (i, item) in items.iter().enumerate() {
-                let output = string(item, format_args!("{path}.content[{i}]"), "output")?;
-                self.tool_response(output);
+    fn tool_results(&mut self, content: &Field<'_>) -> Result<()> {
+        let is_list = content.value().is_some_and(|value| value.as_array().is_some());
+        let items = if is_list { content.items()? } else { Vec::new() };
+        let first = |key| items.first().and_then(|item| item.get(key).value());
+        if first("output").is_some() {
+            for item in &items {
+                self.tool_response(item.get("output").required_string()?);
             }
-            return Ok(());
+        } else if first("type").and_then(Value::as_str) == Some("tool_reference") {
+            let lines = items.iter().map(|item| self.referenced_line(&item.get("name")));
+            let lines = lines.collect::<Result<String>>()?;
+            self.tool_response(&format!("<tools>\n{lines}</tools>"));
+        } else {
+            self.tool_response(&content_text(content)?);
         }
-        let kind = first.and_then(|item| item.get("type")).and_then(Value::as_str);
-        if kind == Some("tool_reference") {
-            let mut text = String::from("<tools>\n");
-            for (i, item) in items.iter().enumerate() {
-                text += self.referenced_line(item, format_args!("{path}.content[{i}]"))?;
-            }
-            self.tool_response(&(text + "</tools>"));
-            return Ok(());
-        }
-        self.tool_response(&content_text(message, path)?);
         Ok(())
     }
 
@@ -466,48 +377,40 @@ impl<'a> Renderer<'a> {
     }
 
     /// The line of the tool that a reference names.
-    fn referenced_line(&mut self, item: &Value, path: Arguments<'_>) -> Result<&'a str> {
-        let name = string(item, path, "name")?;
-        let Some(line) = self.line_by_name.get(name).copied() else {
-            bail!("{path}.name: no tool of the request is called {}", quoted(name));
+    fn referenced_line(&mut self, name: &Field<'_>) -> Result<&'a str> {
+        let Some(line) = self.line_by_name.get(name.required_string()?).copied() else {
+            return Err(name.refused("the name of a tool of the request"));
         };
         self.referenced_bytes = self.referenced_bytes.saturating_add(line.len());
         if self.referenced_bytes > REFERENCED_BYTES_MAX {
-            bail!("{path}: references to tools repeat more than {REFERENCED_BYTES_MAX} bytes");
+            let message =
+                format!("references to tools repeat more than {REFERENCED_BYTES_MAX} bytes");
+            return Err(name.error(message));
         }
         Ok(line)
     }
 }
 
-/// A string of the request, for an error text.
-fn quoted(text: &str) -> String {
-    json::to_compact(&Value::String(text.into()))
-}
-
 /// The text of a message: a string, or the texts of its parts in order.
-fn content_text(message: &Value, path: Arguments<'_>) -> Result<String> {
-    match message.get("content") {
-        None | Some(Value::Null) => Ok(String::new()),
+fn content_text(content: &Field<'_>) -> Result<String> {
+    match content.value() {
+        None => Ok(String::new()),
         Some(Value::String(text)) => Ok(text.clone()),
-        Some(Value::Array(parts)) => {
-            let part = |(i, part)| part_text(part, format_args!("{path}.content[{i}]"));
-            parts.iter().enumerate().map(part).collect()
-        }
-        Some(other) => {
-            bail!("{path}.content: expected a string or an array, found {}", other.kind())
-        }
+        Some(Value::Array(_)) => content.items()?.iter().map(part_text).collect(),
+        Some(_) => Err(content.unexpected("a string or an array")),
     }
 }
 
-fn part_text<'a>(part: &'a Value, path: Arguments<'_>) -> Result<&'a str> {
-    if let Some(text) = part.as_str() {
+fn part_text<'a>(part: &Field<'a>) -> Result<&'a str> {
+    if let Some(Value::String(text)) = part.value() {
         return Ok(text);
     }
-    object(part, path)?;
-    match string(part, path, "type")? {
-        "text" | "input_text" => string(part, path, "text"),
-        kind if MEDIA_TYPES.contains(&kind) => Ok(MEDIA_REMINDER),
-        kind => bail!("{path}.type: expected text or a media type, found {}", quoted(kind)),
+    part.members()?;
+    let kind = part.get("type");
+    match kind.required_string()? {
+        "text" | "input_text" => part.get("text").required_string(),
+        media if is_media(media) => Ok(MEDIA_REMINDER),
+        _ => Err(kind.refused("text or a media type")),
     }
 }
 
@@ -518,16 +421,15 @@ fn strip(text: &str) -> &str {
 
 /// The arguments of a call. OpenAI clients send them as a string of JSON; a blank one, as some
 /// send for a call without arguments, is the empty object.
-fn arguments(function: &Value, path: Arguments<'_>) -> Result<Vec<(String, Value)>> {
-    let parsed = match present(function, "arguments") {
-        None => return Ok(Vec::new()),
-        Some(Value::String(text)) if text.trim().is_empty() => return Ok(Vec::new()),
-        Some(Value::String(text)) => json::parse(text.as_bytes(), Limits::default())
-            .context(|| format!("{path}.arguments"))?,
-        Some(other) => other.clone(),
+fn arguments(field: &Field<'_>) -> Result<Vec<(String, Value)>> {
+    let Some(Value::String(text)) = field.value() else {
+        return Ok(field.members()?.unwrap_or_default().to_vec());
     };
-    match parsed {
+    if text.trim().is_empty() {
+        return Ok(Vec::new());
+    }
+    match json::parse(text.as_bytes(), Limits::default()).context(|| field.path())? {
         Value::Object(members) => Ok(members),
-        other => bail!("{path}.arguments: expected an object, found {}", other.kind()),
+        other => Err(field.error(format!("expected an object, found {}", other.kind()))),
     }
 }

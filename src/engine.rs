@@ -15,13 +15,14 @@ use crate::error::{Context, Result};
 use crate::experts::usage::Usage;
 use crate::experts::view::View;
 use crate::experts::{Counters, ExpertStore};
-use crate::grammar::{Constraint, Grammar, Vocabulary};
+use crate::grammar::{Constraint, Grammar, Guided, Vocabulary};
 use crate::kv::{KvCache, Sequence};
 use crate::memory::Available;
 use crate::model::{Model, Observer, Runtime, Scratch};
 use crate::ops::{Compute, Tally};
 use crate::plan::{Limit, Plan};
 use crate::safetensors::Directory;
+use crate::sample::{Choose, Params, Sampler};
 use crate::state::{Fingerprint, Journal, common_tokens};
 use crate::sys;
 use crate::tokenizer::Tokenizer;
@@ -154,6 +155,7 @@ pub struct Engine {
     /// The tokenizer's text, for grammars; made when the first one comes.
     vocabulary: OnceLock<Arc<Vocabulary>>,
     reading_note: Option<String>,
+    kv_bytes: usize,
     /// Positions run since the pins were chosen.
     unpinned_tokens: AtomicUsize,
     /// See [`Engine::saved_shape`].
@@ -207,6 +209,7 @@ impl Engine {
             tokenizer,
             vocabulary,
             reading_note,
+            kv_bytes: plan.kv_bytes,
             unpinned_tokens,
             fingerprint,
         })
@@ -304,6 +307,27 @@ impl Engine {
             Arc::new(Vocabulary::new(text))
         });
         Constraint::new(Arc::new(grammar), Arc::clone(vocabulary))
+    }
+
+    /// What chooses the tokens of a reply: as `params` say, and where there is a constraint, such
+    /// that the text matches it, which starts behind the thought if the prompt left one open.
+    pub fn chooser(
+        &self,
+        params: Params,
+        constraint: Option<Constraint>,
+        is_thinking: bool,
+    ) -> Result<Box<dyn Choose + '_>> {
+        let sampler = Sampler::new(params, self.model.config.vocab_size, self.never_sampled())?;
+        let Some(constraint) = constraint else { return Ok(Box::new(sampler)) };
+        let tokenizer = self.tokenizer()?;
+        let end_think = tokenizer.token_id("</think>").filter(|_| is_thinking);
+        let guided = Guided::new(sampler, constraint, tokenizer, self.stop_tokens());
+        Ok(Box::new(guided.after(end_think)))
+    }
+
+    /// Bytes that the caches of all sessions take together.
+    pub fn kv_bytes(&self) -> usize {
+        self.kv_bytes
     }
 
     /// A note to show before running: how experts are read, and why, when that was chosen, and

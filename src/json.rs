@@ -1,4 +1,5 @@
-//! JSON: a strict pull reader, an ordered value tree built on it, and two writers.
+//! JSON: a strict pull reader, an ordered value tree built on it, places in a tree that errors can
+//! name, and two writers.
 //!
 //! Owns every byte of JSON the crate reads (configs, tokenizers, safetensors headers, requests)
 //! and writes. It is strict RFC 8259 and refuses: invalid UTF-8 or a byte order mark, control
@@ -10,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+mod field;
 mod reader;
 mod writer;
 
@@ -17,6 +19,7 @@ mod writer;
 mod tests;
 
 use crate::error::Result;
+pub use field::Field;
 pub use reader::{Kind, Reader};
 pub use writer::{float_repr, to_compact, to_python, write_str_compact};
 
@@ -78,21 +81,53 @@ pub fn object(members: Vec<(&str, Value)>) -> Value {
     Value::Object(members.into_iter().map(|(key, value)| (key.to_string(), value)).collect())
 }
 
-impl From<&str> for Value {
-    fn from(text: &str) -> Value {
-        Value::String(text.into())
-    }
+/// An object as it is written: `object! { "id": 7, "names": names }`. A value is anything that a
+/// [`Value`](crate::json::Value) can be made from.
+#[macro_export]
+macro_rules! object {
+    ($($key:literal: $value:expr),* $(,)?) => {
+        $crate::json::object(vec![$(($key, $crate::json::Value::from($value))),*])
+    };
 }
 
-impl From<usize> for Value {
-    fn from(count: usize) -> Value {
-        Value::Int(count as i64)
-    }
+/// What becomes a value of one kind as it is; counts never reach 2^63.
+macro_rules! values_from {
+    ($($type:ty: $from:expr;)*) => {$(
+        impl From<$type> for Value {
+            fn from(value: $type) -> Value {
+                $from(value)
+            }
+        }
+    )*};
+}
+
+values_from! {
+    bool: Value::Bool;
+    f64: Value::Float;
+    i32: |int| Value::Int(int as i64);
+    u8: |int| Value::Int(int as i64);
+    u32: |int| Value::Int(int as i64);
+    u64: |int| Value::Int(int as i64);
+    usize: |int| Value::Int(int as i64);
+    String: Value::String;
+    &str: |text: &str| Value::String(text.into());
 }
 
 impl<T: Into<Value>> From<Option<T>> for Value {
     fn from(value: Option<T>) -> Value {
         value.map_or(Value::Null, T::into)
+    }
+}
+
+impl<T: Into<Value>> From<Vec<T>> for Value {
+    fn from(items: Vec<T>) -> Value {
+        Value::Array(items.into_iter().map(T::into).collect())
+    }
+}
+
+impl<T: Copy + Into<Value>> From<&[T]> for Value {
+    fn from(items: &[T]) -> Value {
+        Value::Array(items.iter().map(|item| (*item).into()).collect())
     }
 }
 

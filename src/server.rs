@@ -15,13 +15,14 @@ mod queue;
 mod worker;
 
 use crate::api::{Ask, bad_request, model_object, prompt_ids, random_hex, render};
-use crate::bail;
 use crate::engine::Engine;
 use crate::error::{Context, Result};
 use crate::http::{self, Handler, Outcome, Refusal, Request, Responder};
-use crate::json::{self, Value, object, to_compact};
+use crate::json::{self, Field, Value, to_compact};
+use crate::object;
+use crate::plan::gb;
 use crate::sys;
-use crate::tokenizer::{Special, Tokenizer};
+use crate::tokenizer::Special;
 use queue::Queue;
 use std::panic::resume_unwind;
 use std::path::PathBuf;
@@ -92,9 +93,10 @@ pub fn run(
             });
             log(&format!(
                 "{} on http://{address}/v1 · context {} tokens, prompt and reply together · \
-                 kv-slots {kv_slots} · queue {} · {} a key",
+                 kv-slots {kv_slots}, {} · queue {} · {} a key",
                 shared.settings.model_id,
                 engine.options().ctx_tokens,
+                gb(engine.kv_bytes()),
                 shared.settings.queue,
                 if shared.settings.api_key.is_some() { "with" } else { "without" },
             ));
@@ -119,55 +121,47 @@ struct Shared {
 struct Routes(Arc<Shared>);
 
 /// What a path leads to.
-#[derive(Clone, Copy)]
-enum Route<'a> {
-    Page,
-    Health,
-    Experts,
-    Metrics,
-    Models,
-    Model(&'a [String]),
-    Chat,
-    Completion,
-    Tokenize,
-    Detokenize,
+struct Route {
+    /// Without slashes at its ends, and without `v1/`, which may stand before any.
+    path: &'static str,
+    /// Methods that it has, beside OPTIONS.
+    methods: &'static str,
+    /// Whether it answers without a key.
+    is_public: bool,
+    answer: fn(&Shared, &Engine, &Request, &mut Responder) -> Outcome,
 }
 
-impl Route<'_> {
-    /// By the path with or without `/v1`.
-    fn find(segments: &[String]) -> Option<Route<'_>> {
-        let rest = match segments {
-            [first, rest @ ..] if first == "v1" => rest,
-            all => all,
-        };
-        let names: Vec<&str> = rest.iter().map(String::as_str).collect();
-        Some(match names[..] {
-            [] => Route::Page,
-            ["health"] => Route::Health,
-            ["experts"] => Route::Experts,
-            ["metrics"] => Route::Metrics,
-            ["models"] => Route::Models,
-            // A name may have slashes.
-            ["models", ..] => Route::Model(&rest[1..]),
-            ["chat", "completions"] => Route::Chat,
-            ["completions"] => Route::Completion,
-            ["tokenize"] => Route::Tokenize,
-            ["detokenize"] => Route::Detokenize,
-            _ => return None,
-        })
-    }
+const READ: &str = "GET, HEAD";
+const ROUTES: [Route; 10] = [
+    Route { path: "", methods: READ, is_public: true, answer: |_, _, _, r| page::respond(r) },
+    Route { path: "health", methods: READ, is_public: true, answer: Shared::health },
+    Route { path: "experts", methods: READ, is_public: false, answer: Shared::experts },
+    Route { path: "metrics", methods: READ, is_public: false, answer: Shared::metrics },
+    Route { path: "models", methods: READ, is_public: false, answer: Shared::models },
+    Route { path: MODEL, methods: READ, is_public: false, answer: Shared::model },
+    Route { path: CHAT, methods: "POST", is_public: false, answer: Shared::reply },
+    Route { path: "completions", methods: "POST", is_public: false, answer: Shared::reply },
+    Route { path: "tokenize", methods: "POST", is_public: false, answer: Shared::tokenize },
+    Route { path: "detokenize", methods: "POST", is_public: false, answer: Shared::detokenize },
+];
+/// The path of one model, in front of its name, which may have slashes.
+const MODEL: &str = "models/";
+const CHAT: &str = "chat/completions";
 
-    /// Methods that it has, beside OPTIONS.
-    fn methods(self) -> &'static str {
-        match self {
-            Route::Chat | Route::Completion | Route::Tokenize | Route::Detokenize => "POST",
-            _ => "GET, HEAD",
-        }
+/// The path that [`Route::path`] has.
+fn plain_path(request: &Request) -> String {
+    match &request.segments[..] {
+        [first, rest @ ..] if first == "v1" => rest.join("/"),
+        all => all.join("/"),
     }
+}
 
-    /// Whether it answers without a key.
-    fn is_public(self) -> bool {
-        matches!(self, Route::Page | Route::Health)
+impl Route {
+    fn find(request: &Request) -> Option<&'static Route> {
+        let path = plain_path(request);
+        let leads =
+            |route: &&Route| route.path == path || (route.path == MODEL && path.starts_with(MODEL));
+        ROUTES.iter().find(leads)
     }
 }
 
@@ -183,7 +177,7 @@ impl Handler for Routes {
         if self.0.settings.api_key.is_none() {
             http::check_host(&request.host, allowed_hosts)?;
         }
-        let is_public = Route::find(&request.segments).is_some_and(Route::is_public);
+        let is_public = Route::find(request).is_some_and(|route| route.is_public);
         if request.method != "OPTIONS" && !is_public {
             self.0.check_key(request)?;
         }
@@ -194,19 +188,19 @@ impl Handler for Routes {
         if request.method == "OPTIONS" {
             return responder.respond(204, "", b"");
         }
-        let Some(route) = Route::find(&request.segments) else {
+        let Some(route) = Route::find(request) else {
             return Err(Refusal::new(404, format!("no route {:?}", request.path)).into());
         };
-        let methods = route.methods();
+        let methods = route.methods;
         if !methods.split(", ").any(|method| method == request.method) {
             let message = format!("{} is offered for {:?}", methods, request.path);
             return Err(Refusal::new(405, message).header("Allow", methods).into());
         }
-        match (route, self.0.engine.get()) {
-            (_, Some(engine)) => self.0.answer(route, engine, request, responder),
+        match self.0.engine.get() {
+            Some(engine) => (route.answer)(&self.0, engine, request, responder),
             // It waits for the model, too.
-            (Route::Page, None) => page::respond(responder),
-            (_, None) => {
+            None if route.path.is_empty() => page::respond(responder),
+            None => {
                 let refusal = Refusal::new(503, "the model is being read").code("loading");
                 Err(refusal.header("Retry-After", "5").into())
             }
@@ -222,98 +216,76 @@ fn parse(request: &Request) -> Result<Value> {
     json::parse(&request.body, json::Limits::default()).context(|| "the body is not JSON")
 }
 
-/// The tokens of `messages` as they would be fed, or of the text `content` or `prompt`, in which
-/// markers count unless `parse_special` is false.
-fn tokenize(request: &Value, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
-    if request.get("messages").is_some() {
-        return render(request)?.ids(tokenizer);
-    }
-    let Some(text) = request.get("content").or_else(|| request.get("prompt")) else {
-        bail!("content: expected a string, but it is missing");
-    };
-    let Some(text) = text.as_str() else {
-        bail!("content: expected a string, found {}", text.kind());
-    };
-    let is_plain = request.get("parse_special").and_then(Value::as_bool) == Some(false);
-    Ok(tokenizer.encode(text, if is_plain { Special::Text } else { Special::Parse }))
-}
-
-fn detokenize(request: &Value, tokenizer: &Tokenizer) -> Result<String> {
-    match request.get("tokens") {
-        Some(Value::Array(ids)) if ids.is_empty() => Ok(String::new()),
-        Some(ids @ Value::Array(_)) => {
-            tokenizer.decode(&prompt_ids(ids, tokenizer).context(|| "tokens")?, false)
-        }
-        _ => bail!("tokens: expected an array of token ids"),
-    }
-}
-
 impl Shared {
     fn check_key(&self, request: &Request) -> std::result::Result<(), Refusal> {
         let key = self.settings.api_key.as_ref();
         key.map_or(Ok(()), |key| http::check_key(request.header("authorization"), key))
     }
 
-    /// Answers a request of a method that the route has.
-    fn answer(
-        &self,
-        route: Route<'_>,
-        engine: &Engine,
-        request: &Request,
-        responder: &mut Responder,
-    ) -> Outcome {
-        let tokenizer = engine.tokenizer().map_err(bad_request)?;
-        let ctx_tokens = engine.options().ctx_tokens;
-        let model = || model_object(&self.settings.model_id, ctx_tokens);
-        match route {
-            Route::Page => page::respond(responder),
-            Route::Health => {
-                let is_authorised = self.check_key(request).is_ok();
-                respond(responder, self.health(engine, is_authorised))
-            }
-            Route::Metrics => {
-                let metrics = self.metrics(engine);
-                responder.respond(200, "text/plain; version=0.0.4", metrics.as_bytes())
-            }
-            Route::Experts => {
-                let layers = engine.expert_view().layers().map(Value::String).collect();
-                respond(responder, object(vec![("layers", Value::Array(layers))]))
-            }
-            Route::Models => {
-                let list = ("data", Value::Array(vec![model()]));
-                respond(responder, object(vec![("object", "list".into()), list]))
-            }
-            Route::Model(id) if id.join("/") == self.settings.model_id => {
-                respond(responder, model())
-            }
-            Route::Model(id) => {
-                let message = format!("no model {:?}; /v1/models has its name", id.join("/"));
-                let refusal = Refusal::new(404, message).code("model_not_found");
-                Err(refusal.param("model").into())
-            }
-            Route::Chat | Route::Completion => {
-                let body = parse(request).map_err(bad_request)?;
-                let is_chat = matches!(route, Route::Chat);
-                let ask = Ask::read(&body, is_chat, engine)?;
-                drop(body);
-                let new_tokens = ask.fit(ctx_tokens)?;
-                let Shared { queue, settings, .. } = self;
-                answer::answer(ask, new_tokens, tokenizer, queue, settings, responder)
-            }
-            Route::Tokenize => {
-                let found = parse(request).and_then(|body| tokenize(&body, tokenizer));
-                let ids = found.map_err(bad_request)?;
-                let tokens = ids.iter().map(|id| Value::Int((*id).into())).collect();
-                let sizes = vec![("count", ids.len().into()), ("max_model_len", ctx_tokens.into())];
-                let tokens = [("tokens", Value::Array(tokens))];
-                respond(responder, object(tokens.into_iter().chain(sizes).collect()))
-            }
-            Route::Detokenize => {
-                let found = parse(request).and_then(|body| detokenize(&body, tokenizer));
-                let text: Value = found.map_err(bad_request)?.as_str().into();
-                respond(responder, object(vec![("content", text.clone()), ("prompt", text)]))
-            }
+    fn experts(&self, engine: &Engine, _: &Request, responder: &mut Responder) -> Outcome {
+        let layers: Vec<String> = engine.expert_view().layers().collect();
+        respond(responder, object! { "layers": layers })
+    }
+
+    fn models(&self, engine: &Engine, _: &Request, responder: &mut Responder) -> Outcome {
+        let model = model_object(&self.settings.model_id, engine.options().ctx_tokens);
+        respond(responder, object! { "object": "list", "data": vec![model] })
+    }
+
+    fn model(&self, engine: &Engine, request: &Request, responder: &mut Responder) -> Outcome {
+        let path = plain_path(request);
+        let (asked, id) = (&path[MODEL.len()..], &self.settings.model_id);
+        if asked == id {
+            return respond(responder, model_object(id, engine.options().ctx_tokens));
         }
+        let message = format!("no model {asked:?}; /v1/models has its name");
+        Err(Refusal::new(404, message).code("model_not_found").param("model").into())
+    }
+
+    /// Of a chat or a completion.
+    fn reply(&self, engine: &Engine, request: &Request, responder: &mut Responder) -> Outcome {
+        let tokenizer = engine.tokenizer().map_err(bad_request)?;
+        let body = parse(request).map_err(bad_request)?;
+        let ask = Ask::read(&body, plain_path(request) == CHAT, engine)?;
+        drop(body);
+        let new_tokens = ask.fit(engine.options().ctx_tokens)?;
+        let Shared { queue, settings, .. } = self;
+        answer::answer(ask, new_tokens, tokenizer, queue, settings, responder)
+    }
+
+    /// The tokens of `messages` as they would be fed, or of the text `content` or `prompt`, in
+    /// which markers count unless `parse_special` is false.
+    fn tokenize(&self, engine: &Engine, request: &Request, responder: &mut Responder) -> Outcome {
+        let tokens = || -> Result<Vec<u32>> {
+            let (body, tokenizer) = (parse(request)?, engine.tokenizer()?);
+            if body.get("messages").is_some() {
+                return render(&body)?.ids(tokenizer);
+            }
+            let body = Field::root(&body);
+            let text = body.get("prompt").or(body.get("content")).required_string()?;
+            let special = match body.get("parse_special").boolean()? {
+                Some(false) => Special::Text,
+                _ => Special::Parse,
+            };
+            Ok(tokenizer.encode(text, special))
+        };
+        let (ids, most) = (tokens().map_err(bad_request)?, engine.options().ctx_tokens);
+        let count = ids.len();
+        respond(responder, object! { "tokens": ids, "count": count, "max_model_len": most })
+    }
+
+    fn detokenize(&self, engine: &Engine, request: &Request, responder: &mut Responder) -> Outcome {
+        let text = || -> Result<String> {
+            let (body, tokenizer) = (parse(request)?, engine.tokenizer()?);
+            let tokens = Field::root(&body).get("tokens");
+            match tokens.value() {
+                Some(Value::Array(ids)) if ids.is_empty() => Ok(String::new()),
+                Some(Value::Array(_)) => tokenizer.decode(&prompt_ids(&tokens, tokenizer)?, false),
+                _ => Err(tokens.unexpected("an array of token ids")),
+            }
+        };
+        let text = text().map_err(bad_request)?;
+        respond(responder, object! { "content": text.as_str(), "prompt": text.as_str() })
     }
 
     fn progress(&self) -> Progress {
@@ -321,44 +293,43 @@ impl Shared {
     }
 
     /// That it lives, and for those who may know how it is.
-    fn health(&self, engine: &Engine, is_authorised: bool) -> Value {
-        let mut members = vec![("status", "ok".into())];
-        if is_authorised {
-            let (standing, settings) = (self.queue.standing(), &self.settings);
-            let Progress { prefill: [tokens, done], tokens: told, drafts, .. } = self.progress();
-            let experts = engine.expert_view().counters();
-            let mut scheduler = vec![
-                ("active", standing.active.into()),
-                ("queued", standing.queued.into()),
-                ("capacity", settings.kv_slots.into()),
-                ("max_queue", settings.queue.into()),
-                ("queue_timeout_seconds", Value::Float(settings.queue_time.as_secs_f64())),
-            ];
-            let counts = standing.counters.named();
-            scheduler.extend(counts.map(|(name, count)| (name, (count as usize).into())));
-            let prefill = vec![("tokens", tokens.into()), ("done", done.into())];
-            let progress = vec![
-                ("tokens", told.into()),
-                ("drafts", drafts[0].into()),
-                ("drafts_accepted", drafts[1].into()),
-                ("expert_hits", (experts.hits as usize).into()),
-                ("expert_misses", (experts.misses as usize).into()),
-                ("read_bytes", (experts.bytes_read as usize).into()),
-            ];
-            members.extend([
-                ("model", settings.model_id.as_str().into()),
-                ("context_length", engine.options().ctx_tokens.into()),
-                ("kv_slots", settings.kv_slots.into()),
-                ("scheduler", object(scheduler)),
-                ("prefill", object(prefill)),
-                ("progress", object(progress)),
-            ]);
+    fn health(&self, engine: &Engine, request: &Request, responder: &mut Responder) -> Outcome {
+        if self.check_key(request).is_err() {
+            return respond(responder, object! { "status": "ok" });
         }
-        object(members)
+        let (standing, settings) = (self.queue.standing(), &self.settings);
+        let Progress { prefill: [tokens, done], tokens: told, drafts, .. } = self.progress();
+        let experts = engine.expert_view().counters();
+        let counts = standing.counters.named().map(|(name, count)| (name.into(), count.into()));
+        let scheduler = object! {
+            "active": standing.active,
+            "queued": standing.queued,
+            "capacity": settings.kv_slots,
+            "max_queue": settings.queue,
+            "queue_timeout_seconds": settings.queue_time.as_secs_f64(),
+        };
+        let scheduler = scheduler.as_object().unwrap_or_default().iter().cloned();
+        let health = object! {
+            "status": "ok",
+            "model": settings.model_id.as_str(),
+            "context_length": engine.options().ctx_tokens,
+            "kv_slots": settings.kv_slots,
+            "scheduler": Value::Object(scheduler.chain(counts).collect()),
+            "prefill": object! { "tokens": tokens, "done": done },
+            "progress": object! {
+                "tokens": told,
+                "drafts": drafts[0],
+                "drafts_accepted": drafts[1],
+                "expert_hits": experts.hits,
+                "expert_misses": experts.misses,
+                "read_bytes": experts.bytes_read,
+            },
+        };
+        respond(responder, health)
     }
 
     /// In the text format of Prometheus.
-    fn metrics(&self, engine: &Engine) -> String {
+    fn metrics(&self, engine: &Engine, _: &Request, responder: &mut Responder) -> Outcome {
         let (standing, totals) = (self.queue.standing(), self.progress().totals);
         let experts = engine.expert_view().counters();
         let mut text = String::from("# TYPE coli_requests_total counter\n");
@@ -384,6 +355,6 @@ impl Shared {
         for (name, kind, value) in rows {
             text += &format!("# TYPE coli_{name} {kind}\ncoli_{name} {value}\n");
         }
-        text
+        responder.respond(200, "text/plain; version=0.0.4", text.as_bytes())
     }
 }

@@ -162,11 +162,11 @@ fn malformed_requests_name_the_field() {
         ),
         (
             tool(r#""content":[{"output":"a"},{"output":null}]"#),
-            "messages[1].content[1].output: expected a string, found null",
+            "messages[1].content[1].output: expected a string, but it is missing",
         ),
         (
             tool(r#""content":[{"type":"tool_reference","name":"gone"}]"#),
-            "messages[1].content[0].name: no tool of the request is called \"gone\"",
+            "messages[1].content[0].name: expected the name of a tool of the request, found \"gone\"",
         ),
         (with(r#""enable_thinking":"no""#), "enable_thinking: expected true or false, found a"),
         (with(r#""reasoning_effort":3"#), "reasoning_effort: expected a string, found an"),
@@ -184,7 +184,7 @@ fn malformed_requests_name_the_field() {
         (assistant(r#""reasoning":{}"#), "messages[0].reasoning: expected a string, found an"),
         (with(r#""tools":{}"#), "tools: expected an array"),
         (with(r#""tools":[{},7]"#), "tools[1]: expected an object, found an integer"),
-        (with(r#""tools":[{"function":null}]"#), "tools[0].function: expected an object"),
+        (with(r#""tools":[{"function":7}]"#), "tools[0].function: expected an object"),
     ] {
         let error = chat::render(&parse(&request)).unwrap_err().to_string();
         assert!(error.starts_with(start), "{request}: {error}");
@@ -218,7 +218,7 @@ fn references_cannot_repeat_a_tool_without_bound() {
     let text = chat::render(&request(15)).unwrap().text();
     assert_eq!(text.matches("\n{\"name\": \"big\"").count(), 1 + 15);
     let error = chat::render(&request(16)).unwrap_err().to_string();
-    assert!(error.starts_with("messages[0].content[15]: references to tools repeat"), "{error}");
+    assert!(error.starts_with("messages[0].content[15].name: references to tools"), "{error}");
 }
 
 #[test]

@@ -204,11 +204,11 @@ fn bad_input_is_refused_before_any_weight_is_looked_for() {
     let (short, out) = (short.display().to_string(), dir.0.join("none/out").display().to_string());
     let cases: [(&[&str], &str); 9] = [
         (&["run", "hi"], "no tokenizer.json"),
-        (&["run", "--ids", "7", "--stop", "x"], "--stop needs a tokenizer.json"),
+        (&["run", "--ids", "7", "--stop", "x"], "--stop: "),
         (&["run", "--ids", "7,256"], "token 256 at position 1: expected an id below 256"),
         (&["run", "--ids", "7,8,9", "--ctx", "2"], "3 tokens do not fit the context of 2"),
         (&["logits", "--ids", "300"], "token 300 at position 0"),
-        (&["logits", "--ids", "1", "--out", &out], "its directory does not exist"),
+        (&["logits", "--ids", "1", "--out", &out], "No such file or directory"),
         (&["logits", "--ids", "1", "--out", "/dev/full"], "/dev/full: expected a regular file"),
         (&["oracle", "--ref", &reference, "--logits", &short], "expected 32768 bytes"),
         (&["run", "--ids", "7"], "no .safetensors file"),
@@ -703,4 +703,16 @@ fn a_checkout_speaks_without_being_given_a_model() {
     let elsewhere = start(&root.join("src"));
     assert_eq!(elsewhere.status.code(), Some(2));
     assert!(text(&elsewhere.stderr).contains("--model is required"));
+}
+
+#[test]
+fn a_schema_holds_behind_the_thought_only() {
+    let model = common::serve::scripted("think-schema", "<think>hm</think>Wait.<|user|>");
+    let schema = model.0.join("schema.json");
+    std::fs::write(&schema, "{\"const\":7}").unwrap();
+    let [dir, schema] = [&model.0, &schema].map(|path| path.display().to_string());
+    let args = ["run", "--model", &dir, "--think", "--temp", "0", "--json", "--schema", &schema];
+    let value = one_object(&coli(&[&args[..], &["Hi"]].concat()));
+    assert_eq!(value.get("reasoning").and_then(Value::as_str), Some("hm"));
+    assert_eq!(value.get("text").and_then(Value::as_str), Some("7"));
 }

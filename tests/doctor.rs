@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 /// Ids of all checks, in order.
-const IDS: [&str; 18] = [
+const IDS: [&str; 17] = [
     "model.path",
     "model.config",
     "model.tokenizer",
@@ -24,7 +24,6 @@ const IDS: [&str; 18] = [
     "model.tensors",
     "model.draft_head",
     "model.template",
-    "storage.kind",
     "storage.speed",
     "limits.files",
     "state.files",

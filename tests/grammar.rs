@@ -170,7 +170,6 @@ fn malformed_gbnf_is_refused_with_its_place() {
     ];
     for (text, want) in table {
         let error = Grammar::from_gbnf(text).err().unwrap_or_else(|| panic!("accepts {text}"));
-        assert!(error.to_string().starts_with("grammar: "), "{text}: {error}");
         assert!(error.to_string().contains(want), "{text}\n found: {error}\n want: {want}");
     }
 }
@@ -474,7 +473,7 @@ fn schemas_beyond_the_subset_are_refused_with_their_pointer() {
     for (text, want) in table {
         let result = Grammar::from_schema(&parse(text));
         let error = result.err().unwrap_or_else(|| panic!("accepts {text}")).to_string();
-        assert!(error.starts_with("schema: "), "{text}: {error}");
+        assert!(!error.starts_with("schema: "), "the caller has named it: {error}");
         assert!(error.contains(want), "{text}\n found: {error}\n want: {want}");
     }
 }

@@ -200,6 +200,17 @@ fn a_trace_has_every_choice_of_a_run() {
     assert!(error.contains("/dev/full: "), "{error}");
 }
 
+#[test]
+fn a_note_behind_the_reply_has_a_line_of_its_own() {
+    let program = env!("CARGO_BIN_EXE_coli");
+    let dir = fixture("c_shared").display().to_string();
+    let line = format!("{program} {RUN} --usage MODEL/none/usage 2>&1").replace("MODEL", &dir);
+    let output = Command::new("sh").args(["-c", &line]).output().unwrap();
+    let shown = String::from_utf8(output.stdout).unwrap();
+    let lost = shown.lines().find(|line| line.contains("is lost"));
+    assert!(lost.is_some_and(|line| line.starts_with("coli: ")), "{shown}");
+}
+
 /// By hand, 16 requests: layer 1 asks for 0 1 four times, layer 2 for 2 3 | 4 5 | 2 3 | 4 5. With
 /// three slots in each, layer 1 hits 6 times, and layer 2 has 3 4 5, hits 3, has 2 3 5 and hits 5.
 /// Six slots for both hold all six experts.

@@ -421,7 +421,7 @@ fn spawn(args: &[&str]) -> (Program, String, BufReader<ChildStderr>) {
 fn signals_end_the_program_after_what_runs() {
     for (signal, status) in [("-TERM", 0), ("-INT", 130)] {
         let (mut child, banner, mut stderr) = spawn(&["--model-id", "tale", "--api-key", "k"]);
-        for fact in ["tale", "512 tokens", "kv-slots 1", "queue 16", "with a key"] {
+        for fact in ["tale", "512 tokens", "kv-slots 1, ", " MB", "queue 16", "with a key"] {
             assert!(banner.contains(fact), "{fact}: {banner}");
         }
         let address = banner.split("http://").nth(1).unwrap().split('/').next().unwrap();

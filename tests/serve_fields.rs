@@ -7,9 +7,11 @@ mod common;
 
 use colibri::engine::Options;
 use colibri::json::{self, Value};
+use colibri::server::Settings;
 use common::serve::{
     Running, at, chat, demo, int_at, options, scripted, settings, streamed, text_at,
 };
+use std::sync::Mutex;
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -36,7 +38,7 @@ fn fields_that_are_not_honoured_are_refused_by_name() {
         (r#""temperature":2.5"#, "null", "temperature"),
         (r#""temperature":"hot""#, "null", "temperature"),
         (r#""top_p":0"#, "null", "top_p"),
-        (r#""top_k":-1"#, "null", "top_k"),
+        (r#""top_k":-2"#, "null", "top_k"),
         (r#""min_p":2"#, "null", "min_p"),
         (r#""repetition_penalty":0"#, "null", "repetition_penalty"),
         (r#""presence_penalty":3"#, "null", "presence_penalty"),
@@ -61,6 +63,8 @@ fn fields_that_are_not_honoured_are_refused_by_name() {
         (r#""tools":{}"#, "null", "tools"),
         (r#""tools":[{"function":{}}]"#, "null", "tools[0].function.name"),
         (r#""parallel_tool_calls":1"#, "null", "parallel_tool_calls"),
+        (r#""guided_choice":[]"#, "null", "guided_choice"),
+        (r#""grammar":"""#, "null", "grammar"),
         (r#""messages":[]"#, "null", "messages"),
         (r#""messages":[{"role":"function","content":""}]"#, "null", "messages[0].role"),
         (r#""messages":[{"role":"user","content":1}]"#, "null", "messages[0].content"),
@@ -69,14 +73,14 @@ fn fields_that_are_not_honoured_are_refused_by_name() {
         assert_eq!(answer.status, 400, "{fields}");
         assert_eq!(answer.error(), (400, code.into(), param.into()), "{fields}");
     }
-    for (fields, found) in [(r#""top_k":-1"#, "found -1"), (r#""top_k":1.5"#, "found 1.5")] {
+    for (fields, found) in [(r#""top_k":-2"#, "found -2"), (r#""top_k":1.5"#, "found 1.5")] {
         let answer = server.post(CHAT, &chat(fields));
         assert!(text_at(&answer.json(), "error.message").ends_with(found), "{fields}");
     }
     assert_eq!(server.counter("admitted"), 0);
     let neutral = r#""n":1,"functions":null,"suffix":"","ignore_eos":false,"stop":null,"seed":null,
         "logit_bias":null,"tools":[],"tool_choice":"auto","response_format":{"type":"text"},
-        "stream":false,"stream_options":null,"top_k":0.0,"user":"u","metadata":{},"store":false,
+        "stream":false,"stream_options":null,"top_k":-1,"user":"u","metadata":{},"store":false,
         "service_tier":"auto","prompt_cache_key":"k","something_new":[1]"#;
     assert_eq!(content(&server.chat(neutral)), content(&server.chat("")));
 }
@@ -365,10 +369,14 @@ fn a_call_without_arguments_or_without_its_end_is_the_same_in_both_modes() {
 #[test]
 fn what_only_looks_like_a_call_is_text() {
     let model = scripted("serve-no-call", "</think><tool_call>{1}</tool_call><|user|>");
-    let server = Running::new(&model.0, settings(), options());
+    static LOG: Mutex<String> = Mutex::new(String::new());
+    let log = |text: &str| LOG.lock().unwrap().push_str(text);
+    let server = Running::new(&model.0, Settings { log, ..settings() }, options());
     let reply = server.chat(TOOLS);
     assert_eq!(content(&reply), "<tool_call>{1}</tool_call>");
     assert_eq!(finish_reason(&reply), "stop");
+    let log = LOG.lock().unwrap();
+    assert!(log.contains("a tool call") && log.ends_with(r#": "{1}""#), "{log}");
 }
 
 /// It was no reasoning if the model ended its turn without closing it.

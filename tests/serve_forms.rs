@@ -71,6 +71,9 @@ fn content_under_a_schema_is_valid_however_it_is_drawn() {
 #[test]
 fn every_name_of_a_form_constrains_the_text() {
     let server = serve(&demo());
+    let bad = server.post(CHAT, &chat(r#""guided_json":{"minimum":"x"}"#)).json();
+    let message = text_at(&bad, "error.message");
+    assert!(message.starts_with("guided_json: #/minimum"), "{message}");
     for (form, is_right) in [
         (r#""response_format":{"type":"json_object"}"#, (|t| t.starts_with('{')) as fn(&str) -> _),
         (r#""response_format":{"type":"json_object","schema":{"enum":[7]}}"#, |t| t == "7"),
@@ -127,7 +130,7 @@ fn a_form_that_cannot_be_kept_is_refused_before_it_waits() {
         ),
         (r#""response_format":{"type":"xml"}"#.into(), "response_format.type", "expected"),
         (r#""grammar":"root = 1""#.into(), "grammar", "line 1, column 6"),
-        (r#""guided_choice":[1]"#.into(), "guided_choice", "array of strings"),
+        (r#""guided_choice":[1]"#.into(), "guided_choice[0]", "expected a string, found"),
         (r#""structured_outputs":{"regex":1}"#.into(), "structured_outputs.regex", "a string"),
         (
             r#""structured_outputs":{"structural_tag":"x"}"#.into(),

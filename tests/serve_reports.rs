@@ -122,7 +122,7 @@ fn what_clients_add_without_meaning_does_not_matter() {
             {"type":"input_text","text":"the weather?"}],"name":"u"}]"#,
         r#""verbosity":"low","prediction":{"type":"content","content":"x"},"modalities":["text"]"#,
         r#""response_format":null,"tool_choice":null,"parallel_tool_calls":null,"tools":null"#,
-        r#""grammar":"","json_schema":null,"structured_outputs":null,"guided_choice":[]"#,
+        r#""grammar":null,"json_schema":false,"structured_outputs":{},"guided_choice":null"#,
         r#""tool_choice":"none","tools":[{"function":{"name":"now"}}]"#,
     ] {
         assert_eq!(content(&server.chat(fields)), plain, "{fields}");

@@ -6,11 +6,9 @@
 
 #![forbid(unsafe_code)]
 
-use super::request::is_off;
-use crate::bail;
 use crate::error::{Context, Result};
 use crate::grammar::Grammar;
-use crate::json::{self, Limits, Value, object};
+use crate::json::{self, Field, Limits, Value, object};
 
 /// Fields and the kind of form that each holds.
 const FIELDS: [(&str, &str); 6] = [
@@ -24,77 +22,66 @@ const FIELDS: [(&str, &str); 6] = [
 
 /// The grammar of the form that a request asks for. Errors name the field, and in a schema the
 /// keyword by its JSON pointer.
-pub fn read(request: &Value) -> Result<Option<Grammar>> {
-    let any_object = Value::Bool(true);
-    let given = |name: &str| request.get(name).filter(|value| !is_off(value));
-    let mut forms: Vec<(String, &str, &Value)> = Vec::new();
-    if let Some(format) = given("response_format") {
-        match (format.get("type").and_then(Value::as_str), format.get("schema")) {
-            (Some("text"), _) => {}
-            (Some("json_object"), None) => {
-                forms.push(("response_format".into(), "json_object", &any_object));
-            }
-            (Some("json_object"), Some(schema)) => {
-                forms.push(("response_format.schema".into(), "json", schema));
-            }
-            (Some("json_schema"), _) => {
-                let schema = format.get("json_schema").and_then(|format| format.get("schema"));
-                let path = "response_format.json_schema.schema";
-                let Some(schema) = schema else { bail!("{path}: expected, but missing") };
-                forms.push((path.into(), "json", schema));
-            }
-            _ => bail!("response_format.type: expected text, json_object or json_schema"),
-        }
+pub fn read(request: &Field<'_>) -> Result<Option<Grammar>> {
+    let mut forms: Vec<(&str, Field<'_>)> = Vec::new();
+    let format = request.get("response_format");
+    let kind = format.get("type");
+    match (kind.value().and_then(Value::as_str), format.get("schema")) {
+        _ if format.value().is_none() => {}
+        (Some("text"), _) => {}
+        (Some("json_object"), schema) if schema.value().is_some() => forms.push(("json", schema)),
+        (Some("json_object"), _) => forms.push(("any_object", kind)),
+        (Some("json_schema"), _) => forms.push(("json", format.get("json_schema").get("schema"))),
+        _ => return Err(kind.refused("text, json_object or json_schema")),
     }
-    let fields = FIELDS.into_iter().filter_map(|(name, kind)| Some((name, kind, given(name)?)));
-    forms.extend(fields.map(|(name, kind, value)| (name.to_string(), kind, value)));
-    if let Some(outputs) = given("structured_outputs") {
-        let Some(members) = outputs.as_object() else {
-            bail!("structured_outputs: expected an object, found {}", outputs.kind());
-        };
-        let members = members.iter().filter(|(_, value)| !is_off(value));
-        forms.extend(
-            members
-                .map(|(kind, value)| (format!("structured_outputs.{kind}"), kind.as_str(), value)),
-        );
-    }
+    forms.extend(FIELDS.map(|(name, kind)| (kind, request.get(name))).into_iter().filter(is_on));
+    let outputs = request.get("structured_outputs");
+    let kinds = outputs.members()?.unwrap_or_default().iter();
+    let outputs = kinds.map(|(kind, _)| (kind.as_str(), outputs.get(kind)));
+    forms.extend(outputs.filter(is_on));
     match &forms[..] {
         [] => Ok(None),
-        [(path, kind, value)] => compile(kind, value).context(|| path).map(Some),
-        [(first, ..), (second, ..), ..] => {
-            bail!("{second}: expected one form of the reply, but {first} asks for one too")
+        [(kind, field)] => compile(kind, field).map(Some),
+        [(_, first), (_, second), ..] => {
+            let other = first.path();
+            Err(second
+                .error(format!("expected one form of the reply, but {other} asks for one too")))
         }
     }
 }
 
-fn compile(kind: &str, value: &Value) -> Result<Grammar> {
+/// Whether a form is asked for: many clients write `false` for none.
+fn is_on((_, field): &(&str, Field<'_>)) -> bool {
+    field.value().is_some_and(|value| *value != Value::Bool(false))
+}
+
+fn compile(kind: &str, field: &Field<'_>) -> Result<Grammar> {
     let text_schema =
         |key: &str, value: Value| Grammar::from_text_schema(&object(vec![(key, value)]));
-    match (kind, value) {
-        ("json", Value::String(text)) => {
-            Grammar::from_schema(&json::parse(text.as_bytes(), Limits::default())?)
-        }
-        ("json", schema) => Grammar::from_schema(schema),
-        ("json_object", Value::Bool(true)) => Ok(Grammar::json_object()),
-        ("grammar", Value::String(text)) => Grammar::from_gbnf(text),
-        ("regex", Value::String(pattern)) => {
+    let string = || field.required_string();
+    let grammar = match kind {
+        "any_object" => Ok(Grammar::json_object()),
+        "json_object" if field.boolean()?.is_some() => Ok(Grammar::json_object()),
+        "json" => match field.value() {
+            None => return Err(field.unexpected("a schema")),
+            Some(Value::String(text)) => json::parse(text.as_bytes(), Limits::default())
+                .and_then(|schema| Grammar::from_schema(&schema)),
+            Some(schema) => Grammar::from_schema(schema),
+        },
+        "grammar" => Grammar::from_gbnf(string()?),
+        "regex" => {
             // It must match all of the text, whether it says so or not.
+            let pattern = string()?;
             let pattern = pattern.strip_prefix('^').unwrap_or(pattern);
             let open = pattern.strip_suffix('$').filter(|open| !open.ends_with('\\'));
-            let pattern = format!("^(?:{})$", open.unwrap_or(pattern));
-            text_schema("pattern", pattern.as_str().into())
+            text_schema("pattern", format!("^(?:{})$", open.unwrap_or(pattern)).into())
         }
-        ("choice", Value::Array(texts)) if texts.iter().all(|text| text.as_str().is_some()) => {
-            text_schema("enum", value.clone())
+        "choice" => {
+            let texts = field.items()?;
+            let texts = texts.iter().map(Field::required_string).collect::<Result<Vec<_>>>()?;
+            text_schema("enum", texts.into())
         }
-        ("json_object" | "grammar" | "regex" | "choice", _) => {
-            let expected = match kind {
-                "json_object" => "true",
-                "choice" => "an array of strings",
-                _ => "a string",
-            };
-            bail!("expected {expected}, found {}", value.kind())
-        }
-        _ => bail!("this form is not offered"),
-    }
+        _ => return Err(field.error("this form is not offered")),
+    };
+    grammar.context(|| field.path())
 }

@@ -4,6 +4,7 @@
 
 use super::{Ask, Call, Chosen, Piece, random_hex};
 use crate::json::{Value, object, to_compact};
+use crate::object;
 use crate::tokenizer::Tokenizer;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -24,36 +25,34 @@ impl Usage {
     /// Adds what another answer cost.
     pub fn add(&mut self, other: Usage) {
         let counts = [&mut self.prompt, &mut self.completion, &mut self.drafts];
-        for (sums, counts) in counts.into_iter().zip([other.prompt, other.completion, other.drafts])
-        {
-            (0..2).for_each(|i| sums[i] += counts[i]);
+        for (sums, more) in counts.into_iter().zip([other.prompt, other.completion, other.drafts]) {
+            (0..2).for_each(|i| sums[i] += more[i]);
         }
         (0..2).for_each(|i| self.seconds[i] += other.seconds[i]);
     }
 
-    fn to_json(self) -> Value {
+    /// As the members of an answer: the usage, and under the names that clients of llama.cpp show
+    /// the times.
+    fn members(self) -> [(&'static str, Value); 2] {
         let ([prompt, cached], [completion, reasoning]) = (self.prompt, self.completion);
-        object(vec![
-            ("prompt_tokens", prompt.into()),
-            ("completion_tokens", completion.into()),
-            ("total_tokens", (prompt + completion).into()),
-            ("prompt_tokens_details", object(vec![("cached_tokens", cached.into())])),
-            ("completion_tokens_details", object(vec![("reasoning_tokens", reasoning.into())])),
-        ])
-    }
-
-    /// Under the names that clients of llama.cpp show.
-    fn timings(self) -> Value {
-        let ms = |seconds: f64| Value::Float((seconds * 1e6).round() / 1e3);
-        object(vec![
-            ("prompt_n", (self.prompt[0] - self.prompt[1]).into()),
-            ("prompt_ms", ms(self.seconds[0])),
-            ("predicted_n", self.completion[0].into()),
-            ("predicted_ms", ms(self.seconds[1])),
-            ("cache_n", self.prompt[1].into()),
-            ("draft_n", self.drafts[0].into()),
-            ("draft_n_accepted", self.drafts[1].into()),
-        ])
+        let [prompt_ms, predicted_ms] = self.seconds.map(|seconds| (seconds * 1e6).round() / 1e3);
+        let usage = object! {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": object! { "cached_tokens": cached },
+            "completion_tokens_details": object! { "reasoning_tokens": reasoning },
+        };
+        let timings = object! {
+            "prompt_n": prompt - cached,
+            "prompt_ms": prompt_ms,
+            "predicted_n": completion,
+            "predicted_ms": predicted_ms,
+            "cache_n": cached,
+            "draft_n": self.drafts[0],
+            "draft_n_accepted": self.drafts[1],
+        };
+        [("usage", usage), ("timings", timings)]
     }
 }
 
@@ -63,15 +62,15 @@ fn unix_seconds() -> usize {
 
 /// An entry of the list of models.
 pub fn model_object(id: &str, ctx_tokens: usize) -> Value {
-    object(vec![
-        ("id", id.into()),
-        ("object", "model".into()),
-        ("created", unix_seconds().into()),
-        ("owned_by", "colibri".into()),
-        ("context_length", ctx_tokens.into()),
-        ("max_model_len", ctx_tokens.into()),
-        ("meta", object(vec![("n_ctx", ctx_tokens.into())])),
-    ])
+    object! {
+        "id": id,
+        "object": "model",
+        "created": unix_seconds(),
+        "owned_by": "colibri",
+        "context_length": ctx_tokens,
+        "max_model_len": ctx_tokens,
+        "meta": object! { "n_ctx": ctx_tokens },
+    }
 }
 
 /// What all objects of one answer share.
@@ -120,26 +119,31 @@ impl<'a> Envelope<'a> {
         to_compact(&object(members))
     }
 
-    fn choice(&self, body: (&str, Value), logprobs: Value, finish_reason: Option<&str>) -> Value {
-        Value::Array(vec![object(vec![
+    /// The choices, of which there is one.
+    fn choices(
+        &self,
+        (name, body): (&str, Value),
+        logprobs: Value,
+        finish_reason: Option<&str>,
+    ) -> (&'static str, Value) {
+        let choice = vec![
             ("index", 0.into()),
-            body,
+            (name, body),
             ("logprobs", logprobs),
             ("finish_reason", finish_reason.into()),
-        ])])
+        ];
+        ("choices", vec![object(choice)].into())
     }
 
     fn chunk_of(&self, body: (&str, Value), logprobs: Value, finish: Option<&str>) -> String {
-        let mut members = vec![("choices", self.choice(body, logprobs, finish))];
-        if self.wants_usage {
-            members.push(("usage", Value::Null));
-        }
+        let mut members = vec![self.choices(body, logprobs, finish)];
+        members.extend(self.wants_usage.then_some(("usage", Value::Null)));
         self.wrap(true, members)
     }
 
     /// The chunk that opens a stream: it says whose turn it is. A completion has none.
     pub fn first_chunk(&self) -> Option<String> {
-        let delta = object(vec![("role", "assistant".into()), ("content", "".into())]);
+        let delta = object! { "role": "assistant", "content": "" };
         self.is_chat.then(|| self.chunk_of(("delta", delta), Value::Null, None))
     }
 
@@ -149,26 +153,20 @@ impl<'a> Envelope<'a> {
         if !self.is_chat {
             return self.chunk_of(("text", piece.content.as_str().into()), logprobs, None);
         }
-        let mut delta = Vec::new();
-        for (name, text) in [("reasoning_content", &piece.reasoning), ("content", &piece.content)] {
-            if !text.is_empty() {
-                delta.push((name, text.as_str().into()));
-            }
-        }
-        if !piece.calls.is_empty() {
-            delta.push(("tool_calls", calls(&piece.calls, true)));
+        let mut delta = reasoning_and_calls(piece, true);
+        if !piece.content.is_empty() {
+            delta.push(("content", piece.content.as_str().into()));
         }
         self.chunk_of(("delta", object(delta)), logprobs, None)
     }
 
     /// The chunks that end a stream: why it ended, and, where that was asked for, the usage.
     pub fn last_chunks(&self, finish_reason: &str, usage: Usage) -> Vec<String> {
-        let body = if self.is_chat { ("delta", object(vec![])) } else { ("text", "".into()) };
+        let body = if self.is_chat { ("delta", object! {}) } else { ("text", "".into()) };
         let mut chunks = vec![self.chunk_of(body, Value::Null, Some(finish_reason))];
         if self.wants_usage {
-            let choices = ("choices", Value::Array(Vec::new()));
-            let usage = [("usage", usage.to_json()), ("timings", usage.timings())];
-            chunks.push(self.wrap(true, [choices].into_iter().chain(usage).collect()));
+            let choices = [("choices", Value::Array(Vec::new()))];
+            chunks.push(self.wrap(true, choices.into_iter().chain(usage.members()).collect()));
         }
         chunks
     }
@@ -180,17 +178,16 @@ impl<'a> Envelope<'a> {
             true => ("message", message(piece)),
             false => ("text", piece.content.as_str().into()),
         };
-        let choices = self.choice(body, logprobs, Some(finish_reason));
-        let usage = [("usage", usage.to_json()), ("timings", usage.timings())];
-        self.wrap(false, [("choices", choices)].into_iter().chain(usage).collect())
+        let choices = [self.choices(body, logprobs, Some(finish_reason))];
+        self.wrap(false, choices.into_iter().chain(usage.members()).collect())
     }
 
     fn logprobs(&mut self, chosen: &[Chosen]) -> Value {
         match (self.wants_logprobs, self.is_chat) {
             (false, _) => Value::Null,
             (true, true) => {
-                let tokens = chosen.iter().map(|chosen| self.chat_token(chosen)).collect();
-                object(vec![("content", Value::Array(tokens))])
+                let tokens: Vec<Value> = chosen.iter().map(|c| self.chat_token(c)).collect();
+                object! { "content": tokens }
             }
             (true, false) => self.completion_tokens(chosen),
         }
@@ -202,17 +199,16 @@ impl<'a> Envelope<'a> {
 
     fn chat_token(&self, chosen: &Chosen) -> Value {
         let members = |id: u32, logprob: Option<f64>| {
-            let bytes = self.bytes(id);
-            let numbers = bytes.iter().map(|byte| Value::Int((*byte).into())).collect();
+            let text = String::from_utf8_lossy(self.bytes(id)).into_owned();
             vec![
-                ("token", String::from_utf8_lossy(bytes).as_ref().into()),
-                ("logprob", logprob.map_or(Value::Null, Value::Float)),
-                ("bytes", Value::Array(numbers)),
+                ("token", text.into()),
+                ("logprob", logprob.into()),
+                ("bytes", self.bytes(id).into()),
             ]
         };
         let top = chosen.top.iter().map(|(id, logprob)| object(members(*id, Some(*logprob))));
         let mut token = members(chosen.id, chosen.logprob);
-        token.push(("top_logprobs", Value::Array(top.collect())));
+        token.push(("top_logprobs", top.collect::<Vec<_>>().into()));
         object(token)
     }
 
@@ -224,7 +220,7 @@ impl<'a> Envelope<'a> {
             let top = top.iter().map(|(id, p)| (token_name(self.bytes(*id)), Value::Float(*p)));
             let top = logprob.map(|_| Value::Object(top.collect()));
             lists[0].push(text.as_str().into());
-            lists[1].push(logprob.map_or(Value::Null, Value::Float));
+            lists[1].push((*logprob).into());
             lists[2].push(top.into());
             lists[3].push(self.text_offset.into());
             self.text_offset += String::from_utf8_lossy(self.bytes(*id)).chars().count();
@@ -247,18 +243,14 @@ fn message(piece: &Piece) -> Value {
     let has_content = piece.calls.is_empty() || !piece.content.trim().is_empty();
     let content = has_content.then_some(piece.content.as_str());
     let mut members = vec![("role", "assistant".into()), ("content", content.into())];
-    if !piece.reasoning.is_empty() {
-        members.push(("reasoning_content", piece.reasoning.as_str().into()));
-    }
-    if !piece.calls.is_empty() {
-        members.push(("tool_calls", calls(&piece.calls, false)));
-    }
+    members.extend(reasoning_and_calls(piece, false));
     object(members)
 }
 
-/// Calls; those of a stream are numbered, so that clients can put fragments together.
-fn calls(calls: &[(usize, Call)], is_chunk: bool) -> Value {
-    let one = |(index, call): &(usize, Call)| {
+/// What a piece has beside its content. Calls of a stream are numbered, so that clients can put
+/// fragments together.
+fn reasoning_and_calls(piece: &Piece, is_chunk: bool) -> Vec<(&'static str, Value)> {
+    let call = |(index, call): &(usize, Call)| {
         let mut function = vec![("arguments", call.arguments.as_str().into())];
         let mut members = vec![("index", (*index).into())];
         members.truncate(usize::from(is_chunk));
@@ -269,5 +261,12 @@ fn calls(calls: &[(usize, Call)], is_chunk: bool) -> Value {
         members.push(("function", object(function)));
         object(members)
     };
-    Value::Array(calls.iter().map(one).collect())
+    let mut members = Vec::new();
+    if !piece.reasoning.is_empty() {
+        members.push(("reasoning_content", piece.reasoning.as_str().into()));
+    }
+    if !piece.calls.is_empty() {
+        members.push(("tool_calls", piece.calls.iter().map(call).collect::<Vec<_>>().into()));
+    }
+    members
 }

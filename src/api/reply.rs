@@ -9,6 +9,9 @@ use crate::reply::Reply;
 use crate::tokenizer::Tokenizer;
 use std::sync::Arc;
 
+/// Characters of what is no call that the log repeats.
+const LOGGED_CHARS_MAX: usize = 200;
+
 /// A token with the model's own log-probabilities.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chosen {
@@ -57,6 +60,8 @@ impl Piece {
 pub struct Turn<'a> {
     ask: Arc<Ask>,
     tokenizer: &'a Tokenizer,
+    /// Takes what an operator should know.
+    log: fn(&str),
     reply: Reply<'a>,
     /// Tokens of the call that is being made.
     call: Option<Vec<u32>>,
@@ -71,11 +76,12 @@ pub struct Turn<'a> {
 
 impl<'a> Turn<'a> {
     /// An empty reply to `ask`.
-    pub fn new(ask: Arc<Ask>, tokenizer: &'a Tokenizer) -> Turn<'a> {
+    pub fn new(ask: Arc<Ask>, tokenizer: &'a Tokenizer, log: fn(&str)) -> Turn<'a> {
         let reply = Reply::new(tokenizer, ask.thinking, &ask.stops);
         Turn {
             ask,
             tokenizer,
+            log,
             reply,
             call: None,
             told_arguments: 0,
@@ -130,6 +136,9 @@ impl<'a> Turn<'a> {
 
     /// Marker and tokens of what is no call after all.
     fn as_text(&mut self, ids: &[u32]) {
+        let text = self.tokenizer.decode(ids, false).unwrap_or_default();
+        let text: String = text.chars().take(LOGGED_CHARS_MAX).collect();
+        (self.log)(&format!("a tool call that has not the form of one is sent as text: {text:?}"));
         let marker = self.ask.tools.iter().map(|tools| tools.form.call[0]);
         marker.chain(ids.iter().copied()).for_each(|id| drop(self.reply.push(id)));
     }

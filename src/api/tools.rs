@@ -11,7 +11,7 @@ use super::random_hex;
 use crate::bail;
 use crate::error::{Context, Result};
 use crate::grammar::{CallForm, Grammar, Tool, read_argument};
-use crate::json::{Value, to_compact};
+use crate::json::{Field, Value, to_compact};
 use crate::tokenizer::Tokenizer;
 use std::collections::HashSet;
 use std::ops::Range;
@@ -38,20 +38,17 @@ enum Choice<'a> {
     Named(&'a str),
 }
 
-fn read_choice(choice: Option<&Value>) -> Result<Choice<'_>> {
-    Ok(match choice {
-        None | Some(Value::Null) => Choice::Auto,
-        Some(Value::String(word)) if word == "auto" => Choice::Auto,
-        Some(Value::String(word)) if word == "none" => Choice::None,
-        Some(Value::String(word)) if word == "required" => Choice::Required,
-        Some(choice) => {
-            let function = choice.get("function").unwrap_or(choice);
-            match function.get("name").and_then(Value::as_str) {
-                Some(name) => Choice::Named(name),
-                None => bail!("tool_choice: expected auto, none, required or a named function"),
-            }
-        }
-    })
+fn read_choice<'a>(choice: &Field<'a>) -> Result<Choice<'a>> {
+    match choice.value() {
+        None => Ok(Choice::Auto),
+        Some(Value::String(word)) if word == "auto" => Ok(Choice::Auto),
+        Some(Value::String(word)) if word == "none" => Ok(Choice::None),
+        Some(Value::String(word)) if word == "required" => Ok(Choice::Required),
+        Some(_) => match choice.get("function").or(choice.clone()).get("name").value() {
+            Some(Value::String(name)) => Ok(Choice::Named(name)),
+            _ => Err(choice.error("expected auto, none, required or a named function")),
+        },
+    }
 }
 
 /// A call, or one more part of its arguments: that has neither id nor name.
@@ -68,32 +65,24 @@ pub struct Call {
 impl Tools {
     /// The tools of a request; `None` if it has none, or does not want them called. Errors name
     /// the field.
-    pub fn read(request: &Value, tokenizer: &Tokenizer) -> Result<Option<Tools>> {
-        let tools = match request.get("tools") {
-            None | Some(Value::Null) => &[],
-            Some(Value::Array(tools)) => &tools[..],
-            Some(other) => bail!("tools: expected an array, found {}", other.kind()),
-        };
+    pub fn read(request: &Field<'_>, tokenizer: &Tokenizer) -> Result<Option<Tools>> {
         let (mut declared, mut names) = (Vec::new(), HashSet::new());
-        for (i, tool) in tools.iter().enumerate() {
-            let function = tool.get("function").unwrap_or(tool);
-            match function.get("name").and_then(Value::as_str) {
+        for tool in request.get("tools").items()? {
+            let function = tool.get("function").or(tool);
+            let name = function.get("name");
+            match name.value().and_then(Value::as_str).filter(|name| is_name(name)) {
                 // Of two with one name the first counts, as for references in the prompt.
-                Some(name) if names.contains(name) => {}
-                Some(name) if is_name(name) => {
-                    names.insert(name);
-                    let parameters = function.get("parameters").cloned().unwrap_or(Value::Null);
-                    declared.push(Tool { name: name.into(), parameters });
+                Some(text) if names.insert(text) => {
+                    let parameters = function.get("parameters").value();
+                    let parameters = parameters.cloned().unwrap_or(Value::Null);
+                    declared.push(Tool { name: text.into(), parameters });
                 }
-                _ => bail!("tools[{i}].function.name: expected letters, digits and ._-"),
+                Some(_) => {}
+                None => return Err(name.error("expected letters, digits and ._-")),
             }
         }
-        let parallel = match request.get("parallel_tool_calls") {
-            None | Some(Value::Null) => true,
-            Some(Value::Bool(parallel)) => *parallel,
-            Some(other) => bail!("parallel_tool_calls: expected a boolean, found {}", other.kind()),
-        };
-        let choice = read_choice(request.get("tool_choice"))?;
+        let parallel = request.get("parallel_tool_calls").boolean()?.unwrap_or(true);
+        let choice = read_choice(&request.get("tool_choice"))?;
         let must_call = matches!(choice, Choice::Required | Choice::Named(_));
         if choice == Choice::None || (declared.is_empty() && !must_call) {
             return Ok(None);
@@ -200,7 +189,7 @@ mod tests {
 
     fn tools(schemas: &str) -> Tools {
         let request = json::parse(schemas.as_bytes(), Limits::default()).unwrap();
-        Tools::read(&request, &tokenizer()).unwrap().unwrap()
+        Tools::read(&Field::root(&request), &tokenizer()).unwrap().unwrap()
     }
 
     /// Name and arguments of the call between the markers.

@@ -6,17 +6,17 @@
 
 #![forbid(unsafe_code)]
 
-use super::load::{Setup, count, float, object, print_json};
+use super::load::{Setup, figure, print_json};
 use super::{Args, Flag, Verb, iobench, load, oracle, print_text};
 use crate::bail;
 use crate::engine::{Engine, Session};
 use crate::error::Result;
-use crate::experts::READS_MAX;
-use crate::json::Value;
+use crate::json::{Value, to_compact};
 use crate::model::Unobserved;
+use crate::object;
 use crate::ops::{Compute, Tally};
 use crate::sys;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 mod limits;
@@ -45,128 +45,165 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// What to measure.
-struct Course {
+/// What to measure, and on what.
+struct Bench<'a> {
+    engine: &'a Engine,
+    ids: Vec<u32>,
     decode: usize,
     depth: usize,
     prefill: Vec<usize>,
-    rounds: usize,
-    cold: bool,
+    /// The file that measures the drive.
+    shard: PathBuf,
 }
 
-/// Medians of the rounds.
+/// Figures of one kind by their names; of several rounds, in the same order.
+type Figures = Vec<(&'static str, f64)>;
+
+/// What one round measured. A share of a limit that was not measured is not a number.
 #[derive(Default)]
 struct Round {
-    read_gbs: f64,
-    int16_gmacs: f64,
-    f32_gflops: f64,
-    decode: Option<Measured>,
-    prefill: Vec<Measured>,
-    cold: Option<Cold>,
-}
-
-/// Decoding that begins without any expert in memory.
-#[derive(Clone, Copy)]
-struct Cold {
-    measured: Measured,
-    /// Experts that were read, and all the time in which some read was under way.
-    bytes: u64,
-    busy_s: f64,
-    /// What the drive gives at the best number of reads in flight.
-    limit_gbs: f64,
-}
-
-impl Cold {
-    fn gbs(&self) -> f64 {
-        self.bytes as f64 / 1e9 / self.measured.seconds
-    }
-}
-
-/// One measured stretch of tokens.
-#[derive(Clone, Copy)]
-struct Measured {
-    tokens: usize,
-    seconds: f64,
-    tally: Tally,
-}
-
-impl Measured {
-    fn tok_s(&self) -> f64 {
-        self.tokens as f64 / self.seconds
-    }
-    fn weight_gbs(&self) -> f64 {
-        self.tally.weight_bytes as f64 / 1e9 / self.seconds
-    }
-    fn gmacs(&self) -> f64 {
-        self.tally.macs as f64 / 1e9 / self.seconds
-    }
+    limits: Figures,
+    decode: Figures,
+    prefill: Vec<Figures>,
+    cold: Figures,
 }
 
 fn run(args: &Args) -> Result<()> {
     let number = |name: &str, default: usize| -> Result<usize> {
         Ok(args.number(name, 0..=1 << 20)?.unwrap_or(default))
     };
+    let (decode, depth) = (number("--decode", 32)?, number("--depth", 0)?);
     let prompts = args.ids("--prefill")?.unwrap_or(vec![128]);
-    let course = Course {
-        decode: number("--decode", 32)?,
-        depth: number("--depth", 0)?,
-        prefill: prompts.iter().map(|n| *n as usize).filter(|rows| *rows > 0).collect(),
-        rounds: number("--rounds", 5)?.max(1),
-        cold: args.has("--cold"),
-    };
-    let longest = course.prefill.iter().copied().max().unwrap_or(0);
-    let tokens = longest.max(course.depth + course.decode);
+    let prefill: Vec<usize> = prompts.iter().map(|n| *n as usize).filter(|n| *n > 0).collect();
+    let (rounds, is_cold) = (number("--rounds", 5)?.max(1), args.has("--cold"));
+    let tokens = prefill.iter().copied().fold(depth + decode, usize::max);
     let mut setup = Setup::new(args, tokens)?;
-    if course.cold {
+    if is_cold {
         setup.read_direct();
     }
     let ids = token_ids(args.get("--ref"), setup.config.vocab_size, tokens)?;
     setup.check(&ids)?;
     let shard = load::directory(args)?.largest_shard().path.clone();
-    let engine = setup.open(tokens)?;
-    let with_limits = args.has("--limits");
-    let mut memory = with_limits.then(limits::Memory::new).transpose()?;
-    let options = engine.options();
-    let mut compute = Compute::new(options.threads, options.isa);
+    let engine = &setup.open(tokens)?;
+    let bench = Bench { engine, ids, decode, depth, prefill, shard };
+    let mut limits = args.has("--limits").then(limits::Limits::new).transpose()?;
+    let mut compute = Compute::new(engine.options().threads, engine.options().isa);
     // Keeps its context: only the first round has to read it.
     let mut session = engine.session()?;
-    let mut rounds = Vec::new();
-    for i in 0..=course.rounds {
-        let mut round = Round::default();
-        if let Some(memory) = &mut memory {
-            round.read_gbs = memory.read_gbs(&mut compute);
+    let disk_gbs = if limits.is_some() { bench.disk_gbs()? } else { f64::NAN };
+    let mut measured = Vec::new();
+    for _ in 0..=rounds {
+        let (mut round, mut speeds) = (Round::default(), [f64::NAN; 3]);
+        if let Some(limits) = &mut limits {
+            speeds = limits.measure(&mut compute);
+            let names = ["read_gbs", "int16_gmacs", "f32_gflops"];
+            let of_drive = [("disk_gbs", disk_gbs)];
+            round.limits = names.into_iter().zip(speeds).chain(of_drive).collect();
         }
-        if course.decode > 0 {
-            round.decode = Some(decode(&engine, &mut session, &course, &ids)?);
+        let [read_gbs, int16_gmacs, _] = speeds;
+        if decode > 0 {
+            round.decode = bench.decode(&mut session, read_gbs)?;
         }
-        if with_limits {
-            round.int16_gmacs = limits::int16_gmacs(&mut compute);
-            round.f32_gflops = limits::f32_gflops(&mut compute);
+        let prefill = bench.prefill.iter().map(|rows| bench.prefill(*rows, int16_gmacs));
+        round.prefill = prefill.collect::<Result<_>>()?;
+        if is_cold {
+            round.cold = bench.cold(&mut session)?;
         }
-        for rows in &course.prefill {
-            round.prefill.push(prefill(&engine, &ids[..*rows])?);
-        }
-        if course.cold {
-            let limit_gbs = best_disk_gbs(&shard)?;
-            round.cold = Some(cold(&engine, &mut session, (&course, &ids), limit_gbs)?);
-        }
-        if i > 0 {
-            rounds.push(round);
-        }
+        measured.push(round);
     }
-    let disk = if with_limits { disk_limit(&shard)? } else { None };
-    report(args, &compute, &rounds, disk)
+    let rounds = &measured[1..];
+    let prefill = 0..bench.prefill.len();
+    let prefill = prefill.map(|i| medians(rounds, |round| &round.prefill[i]));
+    let result = object! {
+        "machine": machine(&compute),
+        "limits": medians(rounds, |round| &round.limits),
+        "decode": medians(rounds, |round| &round.decode),
+        "prefill": prefill.collect::<Vec<_>>(),
+        "cold": medians(rounds, |round| &round.cold),
+        "peak_rss_bytes": sys::peak_rss_bytes(),
+    };
+    if args.has("--json") { print_json(&result) } else { print_text(&plain(&result, 0)) }
 }
 
-/// What the drive gives at the depth at which the engine reads; `None` for a small file.
-fn disk_limit(path: &Path) -> Result<Option<iobench::Speed>> {
-    if path.metadata()?.len() < BLOCK_BYTES as u64 {
-        return Ok(None);
+impl Bench<'_> {
+    /// Decodes token by token behind `depth` tokens of context; returns what that took.
+    fn decode_timed(&self, session: &mut Session<'_>) -> Result<(f64, Tally)> {
+        if session.tokens().len() < self.depth {
+            session.advance(&self.ids[..self.depth], &mut Unobserved)?;
+        }
+        self.timed(|| {
+            (self.depth + 1..=self.depth + self.decode)
+                .try_for_each(|end| session.advance(&self.ids[..end], &mut Unobserved).map(drop))
+        })
     }
-    let direct = iobench::measure(path, true, BLOCK_BYTES, READS, READS_MAX)?;
-    match direct {
-        Some(speed) => Ok(Some(speed)),
-        None => iobench::measure(path, false, BLOCK_BYTES, READS, READS_MAX),
+
+    fn timed(&self, work: impl FnOnce() -> Result<()>) -> Result<(f64, Tally)> {
+        self.engine.take_tally();
+        let start = Instant::now();
+        work()?;
+        Ok((start.elapsed().as_secs_f64(), self.engine.take_tally()))
+    }
+
+    fn decode(&self, session: &mut Session<'_>, read_gbs: f64) -> Result<Figures> {
+        let (seconds, tally) = self.decode_timed(session)?;
+        let gbs = tally.weight_bytes as f64 / 1e9 / seconds;
+        Ok(vec![
+            ("tok_s", self.decode as f64 / seconds),
+            ("weight_bytes_per_token", (tally.weight_bytes / self.decode as u64) as f64),
+            ("gbs", gbs),
+            ("of_read_limit", gbs / read_gbs),
+            ("products_share", tally.product_s / seconds),
+            ("attention_share", tally.attention_s / seconds),
+            ("indexer_share", tally.indexer_s / seconds),
+        ])
+    }
+
+    fn prefill(&self, rows: usize, int16_gmacs: f64) -> Result<Figures> {
+        let mut session = self.engine.session()?;
+        let (seconds, tally) =
+            self.timed(|| session.advance(&self.ids[..rows], &mut Unobserved).map(drop))?;
+        let [gmacs, products_gmacs] =
+            [seconds, tally.product_s].map(|seconds| tally.macs as f64 / 1e9 / seconds);
+        Ok(vec![
+            ("rows", rows as f64),
+            ("tok_s", rows as f64 / seconds),
+            ("gmacs", gmacs),
+            ("of_int16_limit", gmacs / int16_gmacs),
+            ("products_gmacs", products_gmacs),
+            ("products_of_int16_limit", products_gmacs / int16_gmacs),
+            ("attention_share", tally.attention_s / seconds),
+        ])
+    }
+
+    /// Decodes behind the same context, but begins without any expert in memory.
+    fn cold(&self, session: &mut Session<'_>) -> Result<Figures> {
+        let limit_gbs = self.disk_gbs()?;
+        self.engine.forget_experts();
+        let before = self.engine.expert_counters();
+        let (seconds, _) = self.decode_timed(session)?;
+        let after = self.engine.expert_counters();
+        let gbs = (after.bytes_read - before.bytes_read) as f64 / 1e9 / seconds;
+        Ok(vec![
+            ("tok_s", self.decode as f64 / seconds),
+            ("disk_gbs", gbs),
+            ("disk_limit_gbs", limit_gbs),
+            ("of_disk_limit", gbs / limit_gbs),
+            // All the time in which some read was under way.
+            ("disk_busy", (after.busy_ns - before.busy_ns) as f64 / 1e9 / seconds),
+        ])
+    }
+
+    /// What the drive gives at the best of some depths, around the page cache; not a number where
+    /// the file system has no such reads, or the file is small.
+    fn disk_gbs(&self) -> Result<f64> {
+        let mut best = f64::NAN;
+        if self.shard.metadata()?.len() >= BLOCK_BYTES as u64 {
+            for queue in [1, 2, 4, 8] {
+                let speed = iobench::measure(&self.shard, true, BLOCK_BYTES, READS, queue)?;
+                best = speed.map_or(best, |speed| speed.gbs.max(best));
+            }
+        }
+        Ok(best)
     }
 }
 
@@ -174,39 +211,15 @@ fn disk_limit(path: &Path) -> Result<Option<iobench::Speed>> {
 const BLOCK_BYTES: usize = 8 << 20;
 const READS: usize = 64;
 
-/// The best of some depths, around the page cache.
-fn best_disk_gbs(path: &Path) -> Result<f64> {
-    let mut best: f64 = 0.0;
-    for queue in [1, 2, 4, 8] {
-        let speed = iobench::measure(path, true, BLOCK_BYTES, READS, queue)?;
-        best = best.max(speed.map_or(0.0, |speed| speed.gbs));
-    }
-    Ok(best)
-}
-
-/// Decodes as [`decode`] does, behind the same context but without any expert.
-fn cold(
-    engine: &Engine,
-    session: &mut Session<'_>,
-    (course, ids): (&Course, &[u32]),
-    limit_gbs: f64,
-) -> Result<Cold> {
-    engine.forget_experts();
-    let before = engine.expert_counters();
-    let measured = decode(engine, session, course, ids)?;
-    let after = engine.expert_counters();
-    let busy_s = (after.busy_ns - before.busy_ns) as f64 / 1e9;
-    Ok(Cold { measured, bytes: after.bytes_read - before.bytes_read, busy_s, limit_gbs })
-}
-
 /// The ids of a reference, or a fixed random sequence (the same on every machine).
 fn token_ids(reference: Option<&str>, vocab: usize, count: usize) -> Result<Vec<u32>> {
     if let Some(path) = reference {
-        let ids = oracle::Reference::read(Path::new(path))?.full_ids;
+        let mut ids = oracle::Reference::read(Path::new(path))?.full_ids;
         if ids.len() < count {
             bail!("{path}: has {} tokens, {count} are needed", ids.len());
         }
-        return Ok(ids[..count].to_vec());
+        ids.truncate(count);
+        return Ok(ids);
     }
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut draw = || {
@@ -218,41 +231,6 @@ fn token_ids(reference: Option<&str>, vocab: usize, count: usize) -> Result<Vec<
     Ok((0..count).map(|_| draw()).collect())
 }
 
-/// Decodes token by token behind `depth` tokens of context.
-fn decode(
-    engine: &Engine,
-    session: &mut Session<'_>,
-    course: &Course,
-    ids: &[u32],
-) -> Result<Measured> {
-    if session.tokens().len() < course.depth {
-        session.advance(&ids[..course.depth], &mut Unobserved)?;
-    }
-    engine.take_tally();
-    let start = Instant::now();
-    for end in course.depth + 1..=course.depth + course.decode {
-        session.advance(&ids[..end], &mut Unobserved)?;
-    }
-    measured(engine, course.decode, start)
-}
-
-fn prefill(engine: &Engine, ids: &[u32]) -> Result<Measured> {
-    let mut session: Session<'_> = engine.session()?;
-    engine.take_tally();
-    let start = Instant::now();
-    session.advance(ids, &mut Unobserved)?;
-    measured(engine, ids.len(), start)
-}
-
-fn measured(engine: &Engine, tokens: usize, start: Instant) -> Result<Measured> {
-    Ok(Measured { tokens, seconds: start.elapsed().as_secs_f64(), tally: engine.take_tally() })
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
 /// The processor's name, and how it is used.
 fn machine(compute: &Compute) -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -262,94 +240,28 @@ fn machine(compute: &Compute) -> String {
     format!("{name}, {threads} threads, {isa}")
 }
 
-fn report(
-    args: &Args,
-    compute: &Compute,
-    rounds: &[Round],
-    disk: Option<iobench::Speed>,
-) -> Result<()> {
-    let of = |f: &dyn Fn(&Round) -> f64| median(rounds.iter().map(f).collect());
-    let with_limits = args.has("--limits");
-    let share = |value: f64| if with_limits { float(value) } else { Value::Null };
-    let limits = with_limits.then(|| {
-        object(vec![
-            ("read_gbs", float(of(&|r| r.read_gbs))),
-            ("int16_gmacs", float(of(&|r| r.int16_gmacs))),
-            ("f32_gflops", float(of(&|r| r.f32_gflops))),
-            ("disk_gbs", disk.as_ref().map_or(Value::Null, |disk| float(disk.gbs))),
-            ("disk_is_direct", disk.as_ref().map_or(Value::Null, |d| Value::Bool(d.is_direct))),
-        ])
-    });
-    let decode = rounds[0].decode.map(|first| {
-        let of = |f: &dyn Fn(&Measured) -> f64| of(&|r| r.decode.as_ref().map_or(0.0, f));
-        let bytes = first.tally.weight_bytes as usize / first.tokens;
-        let ratio = |r: &Round| r.decode.map_or(0.0, |d| d.weight_gbs()) / r.read_gbs;
-        object(vec![
-            ("tok_s", float(of(&Measured::tok_s))),
-            ("weight_bytes_per_token", count(bytes)),
-            ("gbs", float(of(&Measured::weight_gbs))),
-            ("of_read_limit", share(median(rounds.iter().map(ratio).collect()))),
-            ("products_share", float(of(&|m| m.tally.product_s / m.seconds))),
-            ("attention_share", float(of(&|m| m.tally.attention_s / m.seconds))),
-            ("indexer_share", float(of(&|m| m.tally.indexer_s / m.seconds))),
-        ])
-    });
-    let prefill = (0..rounds[0].prefill.len()).map(|i| {
-        let of = |f: &dyn Fn(&Measured) -> f64| of(&|r| f(&r.prefill[i]));
-        let in_products = |m: &Measured| m.tally.macs as f64 / 1e9 / m.tally.product_s;
-        let limit = |f: &dyn Fn(&Measured) -> f64| {
-            median(rounds.iter().map(|r| f(&r.prefill[i]) / r.int16_gmacs).collect())
-        };
-        object(vec![
-            ("rows", count(rounds[0].prefill[i].tokens)),
-            ("tok_s", float(of(&Measured::tok_s))),
-            ("gmacs", float(of(&Measured::gmacs))),
-            ("of_int16_limit", share(limit(&Measured::gmacs))),
-            ("products_gmacs", float(of(&in_products))),
-            ("products_of_int16_limit", share(limit(&in_products))),
-            ("attention_share", float(of(&|m| m.tally.attention_s / m.seconds))),
-        ])
-    });
-    let cold = rounds[0].cold.map(|_| {
-        let of = |f: &dyn Fn(&Cold) -> f64| of(&|r| r.cold.as_ref().map_or(0.0, f));
-        object(vec![
-            ("tok_s", float(of(&|c| c.measured.tok_s()))),
-            ("disk_gbs", float(of(&Cold::gbs))),
-            ("disk_limit_gbs", float(of(&|c| c.limit_gbs))),
-            ("of_disk_limit", float(of(&|c| c.gbs() / c.limit_gbs))),
-            ("disk_busy", float(of(&|c| c.busy_s / c.measured.seconds))),
-        ])
-    });
-    let result = object(vec![
-        ("machine", Value::String(machine(compute))),
-        ("limits", limits.unwrap_or(Value::Null)),
-        ("decode", decode.unwrap_or(Value::Null)),
-        ("prefill", Value::Array(prefill.collect())),
-        ("cold", cold.unwrap_or(Value::Null)),
-        ("peak_rss_bytes", count(sys::peak_rss_bytes())),
-    ]);
-    if args.has("--json") { print_json(&result) } else { print_text(&plain(&result, 0)) }
+/// The median of each figure over the rounds; null if there are none.
+fn medians(rounds: &[Round], part: impl Fn(&Round) -> &Figures) -> Value {
+    let median = |(i, (name, _)): (usize, &(&str, f64))| {
+        let mut values: Vec<f64> = rounds.iter().map(|round| part(round)[i].1).collect();
+        values.sort_by(f64::total_cmp);
+        (name.to_string(), figure(values[values.len() / 2]))
+    };
+    let medians: Vec<_> = part(&rounds[0]).iter().enumerate().map(median).collect();
+    if medians.is_empty() { Value::Null } else { Value::Object(medians) }
 }
 
 /// The same figures, one a line, indented by their place.
 fn plain(value: &Value, depth: usize) -> String {
-    let mut text = String::new();
-    let Value::Object(fields) = value else { return text };
-    for (name, value) in fields {
-        let indent = "  ".repeat(depth);
-        match value {
-            Value::Null => {}
-            Value::Object(_) => text += &format!("{indent}{name}\n{}", plain(value, depth + 1)),
-            Value::Array(items) => {
-                for item in items {
-                    text += &format!("{indent}{name}\n{}", plain(item, depth + 1));
-                }
-            }
-            Value::String(string) => text += &format!("{indent}{name}: {string}\n"),
-            other => {
-                text += &format!("{indent}{name}: {}\n", crate::json::to_compact(other));
-            }
+    let indent = "  ".repeat(depth);
+    let line = |(name, value): &(String, Value)| match value {
+        Value::Null => String::new(),
+        Value::Object(_) => format!("{indent}{name}\n{}", plain(value, depth + 1)),
+        Value::Array(items) => {
+            items.iter().map(|item| format!("{indent}{name}\n{}", plain(item, depth + 1))).collect()
         }
-    }
-    text
+        Value::String(string) => format!("{indent}{name}: {string}\n"),
+        other => format!("{indent}{name}: {}\n", to_compact(other)),
+    };
+    value.as_object().unwrap_or_default().iter().map(line).collect()
 }

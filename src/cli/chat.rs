@@ -25,7 +25,6 @@ use input::{Entry, Input};
 use paint::{Look, Painter};
 use std::io::{IsTerminal, Stdin};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
 
 mod input;
 mod paint;
@@ -75,9 +74,7 @@ fn run(args: &Args) -> Result<()> {
     let setup = Setup::new(args, 0)?;
     let ctx = setup.ctx_tokens();
     let params = sampling::params(args, setup.config.vocab_size)?;
-    if !sys::is_present(&setup.dir.join("tokenizer.json")) {
-        bail!("{}: no tokenizer.json, without which there is no text", setup.dir.display());
-    }
+    setup.check_text()?;
     let engine = setup.open(ctx)?;
     let usage = load::open_usage(args, &engine);
     let tokenizer = engine.tokenizer()?;
@@ -366,20 +363,14 @@ impl<'a> Chat<'a> {
         let mut watch = self.watch(&prompt);
         let Chat { session, sampler, tokens, painter, .. } = self;
         let kept = common_tokens(session.tokens(), &prompt);
-        let (start, mut first_s) = (Instant::now(), None);
-        let result =
-            session.generate(&prompt, self.new_tokens, sampler, &mut watch, |id, watch| {
-                if first_s.is_none() {
-                    watch.clear();
-                    first_s = Some(start.elapsed().as_secs_f64());
-                }
-                tokens.push(id);
-                let was_thinking = reply.is_thinking();
-                print_text(&painter.piece(&reply.push(id), was_thinking, reply.is_thinking()))?;
-                Ok(!reply.stopped())
-            });
+        let result = session.generate(&prompt, self.new_tokens, sampler, &mut watch, |id, _| {
+            tokens.push(id);
+            let was_thinking = reply.is_thinking();
+            print_text(&painter.piece(&reply.push(id), was_thinking, reply.is_thinking()))?;
+            Ok(!reply.stopped())
+        });
+        let [prefill_s, decode_s] = watch.seconds();
         watch.clear();
-        let total_s = start.elapsed().as_secs_f64();
         let was_thinking = reply.is_thinking();
         let rest = reply.finish(*result.as_ref().unwrap_or(&Finish::Length));
         let rest = painter.piece(&rest, was_thinking, was_thinking) + painter.end() + "\n";
@@ -387,9 +378,8 @@ impl<'a> Chat<'a> {
         let result = result.and_then(|finish| shown.map(|()| finish));
         // Fewer than all of it where it was stopped.
         let prompt_tokens = session.tokens().len().min(prompt.len()).saturating_sub(kept);
-        let (prefill_s, new_tokens) = (first_s.unwrap_or(total_s), tokens.len() - prompt.len());
+        let new_tokens = tokens.len() - prompt.len();
         let decoded_tokens = new_tokens.saturating_sub(1);
-        let decode_s = total_s - prefill_s;
         (Work { prompt_tokens, prefill_s, new_tokens, decoded_tokens, decode_s }, result)
     }
 

@@ -8,14 +8,15 @@
 
 #![forbid(unsafe_code)]
 
-use super::load::{self, count, object, print_json};
+use super::load::{self, print_json};
 use super::plan::Report;
 use super::{Args, Flag, Verb, print_text};
 use crate::bail;
 use crate::config::Config;
 use crate::engine::Options;
 use crate::error::{Context, Error, Result};
-use crate::json::Value;
+use crate::json::{Value, object};
+use crate::object;
 use crate::safetensors::Directory;
 use crate::sys;
 use crate::tokenizer::Tokenizer;
@@ -87,8 +88,8 @@ impl Finding {
         Finding::new(Status::Skip, summary)
     }
 
-    fn with(mut self, details: Vec<(&'static str, Value)>) -> Finding {
-        self.details = details;
+    fn with(mut self, name: &'static str, detail: impl Into<Value>) -> Finding {
+        self.details.push((name, detail.into()));
         self
     }
 }
@@ -151,7 +152,7 @@ impl Subject<'_> {
 type Check = (&'static str, fn(&Subject) -> Part<Finding>);
 
 /// Every check behind `model.path`, in the order of the output.
-const CHECKS: [Check; 17] = [
+const CHECKS: [Check; 16] = [
     ("model.config", model::config),
     ("model.tokenizer", model::tokenizer),
     ("storage.persistence", machine::persistence),
@@ -164,7 +165,6 @@ const CHECKS: [Check; 17] = [
     ("model.tensors", model::tensors),
     ("model.draft_head", model::draft_head),
     ("model.template", model::template),
-    ("storage.kind", machine::kind),
     ("storage.speed", machine::speed),
     ("limits.files", machine::files),
     ("state.files", model::state),
@@ -186,7 +186,7 @@ fn run(args: &Args) -> Result<()> {
     };
     let subject = Subject::open(args, Path::new(dir), options);
     let path = subject.as_ref().map_or_else(Finding::clone, |_| Finding::pass("can be read"));
-    let path = path.with(vec![("path", Value::String(dir.into()))]);
+    let path = path.with("path", dir);
     let mut findings = vec![("model.path", path)];
     for (id, check) in CHECKS {
         let finding = needs(&subject, "model.path").and_then(check);
@@ -217,22 +217,20 @@ fn verdict(findings: &[(&str, Finding)]) -> &'static str {
 
 /// The schema of the C engine, version 1.
 fn value(dir: &str, findings: &[(&str, Finding)], plan: Value) -> Value {
-    let check = |(id, finding): &(&str, Finding)| {
-        let [status, ..] = finding.status.words();
-        let words = [("id", *id), ("status", status), ("summary", &finding.summary)];
-        let mut fields: Vec<_> = words.map(|(key, word)| (key, Value::String(word.into()))).into();
-        if !finding.details.is_empty() {
-            fields.push(("details", object(finding.details.clone())));
-        }
-        object(fields)
+    let check = |(id, Finding { status, summary, details }): &(&str, Finding)| {
+        let [status, ..] = status.words();
+        let (id, summary) = ((*id).into(), summary.as_str().into());
+        let mut check = vec![("id", id), ("status", status.into()), ("summary", summary)];
+        check.extend((!details.is_empty()).then(|| ("details", object(details.clone()))));
+        object(check)
     };
-    object(vec![
-        ("schema_version", count(1)),
-        ("status", Value::String(verdict(findings).into())),
-        ("model", Value::String(dir.into())),
-        ("checks", Value::Array(findings.iter().map(check).collect())),
-        ("plan", plan),
-    ])
+    object! {
+        "schema_version": 1,
+        "status": verdict(findings),
+        "model": dir,
+        "checks": findings.iter().map(check).collect::<Vec<_>>(),
+        "plan": plan,
+    }
 }
 
 /// A line for each check, then the plan.

@@ -2,11 +2,12 @@
 
 #![forbid(unsafe_code)]
 
-use super::load::{self, count, object, print_json};
+use super::load::{self, print_json};
 use super::{Args, Verb, print_text};
 use crate::config::{Config, IndexerKind, MlpKind};
 use crate::error::{Context, Result};
-use crate::json::Value;
+use crate::json::{Value, to_compact};
+use crate::object;
 use crate::plan::gb;
 use crate::quant::Format;
 use crate::safetensors::Directory;
@@ -40,60 +41,53 @@ fn run(args: &Args) -> Result<()> {
     let tokenizer_file = dir.join("tokenizer.json");
     let tokenizer =
         sys::is_present(&tokenizer_file).then(|| Tokenizer::load(&tokenizer_file)).transpose()?;
-    let state_files = state_files(dir)?;
-    if args.has("--json") {
-        let strings = |names: &[String]| names.iter().cloned().map(Value::String).collect();
-        return print_json(&object(vec![
-            ("shards", count(directory.shards().len())),
-            ("tensors", count(directory.len())),
-            ("bytes", count(total_bytes)),
-            ("shape", shape(&config)),
-            ("classes", class_rows(&classes)),
-            ("mtp", head_format.map_or(Value::Null, |f| Value::String(f.to_string()))),
-            ("indexer", Value::Bool(weights.has_indexer)),
-            ("tokenizer", tokenizer.map_or(Value::Null, |t| count(t.vocab_size()))),
-            ("state_files", Value::Array(strings(&state_files))),
-        ]));
-    }
-    let mut text = String::new();
-    let mut line = |line: String| text += &(line + "\n");
+    let tokens = tokenizer.map(|tokenizer| tokenizer.vocab_size());
     let (shards, tensors) = (directory.shards().len(), directory.len());
-    let plural = if shards == 1 { "" } else { "s" };
-    line(format!("{shards} shard{plural}, {tensors} tensors, {}", gb(total_bytes)));
-    if let Value::Object(fields) = shape(&config) {
-        for (name, value) in fields {
-            line(format!("  {name:<22} {}", crate::json::to_compact(&value)));
-        }
+    let (shape, state_files) = (shape(&config), state_files(dir)?);
+    if args.has("--json") {
+        return print_json(&object! {
+            "shards": shards,
+            "tensors": tensors,
+            "bytes": total_bytes,
+            "shape": shape,
+            "classes": class_rows(&classes),
+            "mtp": head_format.map(|format| format.to_string()),
+            "indexer": weights.has_indexer,
+            "tokenizer": tokens,
+            "state_files": state_files,
+        });
+    }
+    let (of, total) = (describe_shards(shards), gb(total_bytes));
+    let mut text = format!("{of}, {tensors} tensors, {total}\n");
+    let mut line = |name: &str, value: String| text += &format!("  {name:<22} {value}\n");
+    for (name, value) in shape.as_object().unwrap_or_default() {
+        line(name, to_compact(value));
     }
     for ((class, format), (tensors, bytes)) in &classes {
-        line(format!("  {class:<22} {format:<14} {tensors:>6} tensors  {}", gb(*bytes)));
+        line(class, format!("{format:<14} {tensors:>6} tensors  {}", gb(*bytes)));
     }
-    let yes_no = |yes: bool| if yes { "yes" } else { "no" };
-    let head = head_format.map_or("none".into(), describe_draft_head);
-    line(format!("  {:<22} {head}", "draft head (MTP)"));
-    line(format!("  {:<22} {}", "indexer", yes_no(weights.has_indexer)));
-    match tokenizer {
-        Some(tokenizer) => line(format!("  {:<22} {} tokens", "tokenizer", tokenizer.vocab_size())),
-        None => line(format!("  {:<22} none", "tokenizer")),
-    }
-    line(format!("  {:<22} built in (GLM-5.2); no file is read for it", "chat template"));
+    line("draft head (MTP)", head_format.map_or("none".into(), describe_draft_head));
+    line("indexer", if weights.has_indexer { "yes" } else { "no" }.into());
+    line("tokenizer", tokens.map_or("none".into(), |tokens| format!("{tokens} tokens")));
+    line("chat template", "built in (GLM-5.2); no file is read for it".into());
     if !state_files.is_empty() {
-        line(format!("  {:<22} {}", "state files", state_files.join(" ")));
+        line("state files", state_files.join(" "));
     }
     print_text(&text)
 }
 
+/// How many files there are.
+pub fn describe_shards(shards: usize) -> String {
+    format!("{shards} shard{}", if shards == 1 { "" } else { "s" })
+}
+
 /// One object for each class and format.
-pub fn class_rows(classes: &Classes) -> Value {
+pub fn class_rows(classes: &Classes) -> Vec<Value> {
     let rows = classes.iter().map(|((class, format), (tensors, bytes))| {
-        object(vec![
-            ("class", Value::String(class.to_string())),
-            ("format", Value::String(format.clone())),
-            ("tensors", count(*tensors)),
-            ("bytes", count(*bytes)),
-        ])
+        let (class, format) = (*class, format.as_str());
+        object! { "class": class, "format": format, "tensors": *tensors, "bytes": *bytes }
     });
-    Value::Array(rows.collect())
+    rows.collect()
 }
 
 /// How the draft head's input projection is stored, if there is a draft head.
@@ -124,25 +118,25 @@ fn describe_draft_head(format: Format) -> String {
 fn shape(c: &Config) -> Value {
     let full = c.indexer.iter().filter(|kind| **kind == IndexerKind::Full).count();
     let sparse = c.mlp.iter().filter(|kind| **kind == MlpKind::Sparse).count();
-    object(vec![
-        ("vocab_size", count(c.vocab_size)),
-        ("hidden_size", count(c.hidden_size)),
-        ("layers", count(c.num_layers)),
-        ("sparse_layers", count(sparse)),
-        ("heads", count(c.num_heads)),
-        ("q_lora_rank", count(c.q_lora_rank)),
-        ("kv_lora_rank", count(c.kv_lora_rank)),
-        ("qk_nope_head_dim", count(c.qk_nope_head_dim)),
-        ("qk_rope_head_dim", count(c.qk_rope_head_dim)),
-        ("v_head_dim", count(c.v_head_dim)),
-        ("intermediate_size", count(c.intermediate_size)),
-        ("moe_intermediate_size", count(c.moe_intermediate_size)),
-        ("routed_experts", count(c.n_routed_experts)),
-        ("experts_per_token", count(c.top_k)),
-        ("shared_experts", count(c.n_shared_experts)),
-        ("index_topk", count(c.index_topk)),
-        ("full_indexer_layers", count(full)),
-    ])
+    object! {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "layers": c.num_layers,
+        "sparse_layers": sparse,
+        "heads": c.num_heads,
+        "q_lora_rank": c.q_lora_rank,
+        "kv_lora_rank": c.kv_lora_rank,
+        "qk_nope_head_dim": c.qk_nope_head_dim,
+        "qk_rope_head_dim": c.qk_rope_head_dim,
+        "v_head_dim": c.v_head_dim,
+        "intermediate_size": c.intermediate_size,
+        "moe_intermediate_size": c.moe_intermediate_size,
+        "routed_experts": c.n_routed_experts,
+        "experts_per_token": c.top_k,
+        "shared_experts": c.n_shared_experts,
+        "index_topk": c.index_topk,
+        "full_indexer_layers": full,
+    }
 }
 
 /// Counts every tensor of the directory by class and format. Scales count with their matrix.

@@ -6,16 +6,18 @@
 
 #![forbid(unsafe_code)]
 
-use super::load::{self, count, float, object, print_json};
+use super::load::{self, figure, print_json};
 use super::{Args, Flag, Verb, note, print_text};
 use crate::bail;
-use crate::disk::{Readers, open_direct, read_direct};
+use crate::disk::{open_direct, read_direct};
 use crate::error::{Context, Error, Result};
-use crate::json::Value;
+use crate::object;
 use crate::sys::{self, Pages};
 use std::fs::File;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::thread;
 use std::time::Instant;
 
 /// The verb's table entry.
@@ -69,35 +71,35 @@ fn run(args: &Args) -> Result<()> {
                 break;
             };
             if !args.has("--json") {
-                print_text(&row_text(&speed, queue))?;
+                let cached = ["", "  (from the page cache, not the drive)"];
+                print_text(&format!(
+                    "{:8}  {queue:3} in flight  {:6.2} GB/s{}\n",
+                    speed.mode(),
+                    speed.gbs,
+                    cached[usize::from(speed.is_cached)]
+                ))?;
             }
-            rows.push(row_value(&speed, queue));
+            rows.push(object! {
+                "mode": speed.mode(),
+                "queue": queue,
+                "gbs": figure(speed.gbs),
+                "from_page_cache": speed.is_cached,
+            });
         }
     }
     if args.has("--json") {
-        let file = Value::String(path.display().to_string());
-        let rows = Value::Array(rows);
-        let block = count(block_bytes);
-        let fields = vec![("file", file), ("block_bytes", block), ("reads", count(reads))];
-        print_json(&object(fields.into_iter().chain([("rows", rows)]).collect()))?;
+        let file = path.display().to_string();
+        print_json(&object! {
+            "file": file, "block_bytes": block_bytes, "reads": reads, "rows": rows,
+        })?;
     }
     Ok(())
 }
 
-fn row_text(speed: &Speed, queue: usize) -> String {
-    let mode = if speed.is_direct { "direct" } else { "buffered" };
-    let cached = if speed.is_cached { "  (from the page cache, not the drive)" } else { "" };
-    format!("{mode:8}  {queue:3} in flight  {:6.2} GB/s{cached}\n", speed.gbs)
-}
-
-fn row_value(speed: &Speed, queue: usize) -> Value {
-    let mode = if speed.is_direct { "direct" } else { "buffered" };
-    object(vec![
-        ("mode", Value::String(mode.into())),
-        ("queue", count(queue)),
-        ("gbs", float(speed.gbs)),
-        ("from_page_cache", Value::Bool(speed.is_cached)),
-    ])
+impl Speed {
+    fn mode(&self) -> &'static str {
+        if self.is_direct { "direct" } else { "buffered" }
+    }
 }
 
 /// Reads `reads` blocks of `path` at scattered places, `queue` of them at a time. `None` when the
@@ -111,47 +113,35 @@ pub fn measure(
     queue: usize,
 ) -> Result<Option<Speed>> {
     let name = || path.display().to_string();
-    let file = match is_direct {
-        true => match open_direct(path) {
-            Ok(file) => file,
-            Err(_) if path.exists() => return Ok(None),
-            Err(error) => return Err(error).context(name),
-        },
-        false => File::open(path).context(name)?,
-    };
+    let opened = if is_direct { open_direct(path) } else { File::open(path) };
+    if opened.is_err() && is_direct && path.exists() {
+        return Ok(None);
+    }
+    let file = opened.context(name)?;
     let blocks = file.metadata()?.len() as usize / block_bytes;
     if blocks == 0 {
         bail!("{}: shorter than one block of {block_bytes} bytes", name());
     }
-    let file = Arc::new(file);
-    let readers = Readers::new(queue)?;
-    // Buffers go round: each job has one and gives it back.
-    let mut buffers = Vec::new();
-    for _ in 0..queue.min(reads) {
-        buffers.push(Pages::<u8>::new(block_bytes)?);
-    }
-    let (before, start) = (sys::drive_bytes_read(), Instant::now());
-    let (mut begun, mut ended) = (0, 0);
-    while ended < reads {
-        while begun < reads
-            && let Some(buffer) = buffers.pop()
-        {
+    let next = AtomicUsize::new(0);
+    let read = || -> Result<()> {
+        let mut buffer = Pages::<u8>::new(block_bytes)?;
+        loop {
+            let i = next.fetch_add(1, Relaxed);
+            if i >= reads {
+                return Ok(());
+            }
             // A step that shares no factor with most counts visits the blocks in no order.
-            let offset = begun * 7919 % blocks * block_bytes;
-            let (file, mut buffer) = (Arc::clone(&file), Some(buffer));
-            readers.submit(move |_| {
-                let mut buffer = buffer.take()?;
-                Some((read_direct(&*file, offset as u64, &mut buffer, block_bytes), buffer))
-            });
-            begun += 1;
+            let offset = i * 7919 % blocks * block_bytes;
+            if !read_direct(&file, offset as u64, &mut buffer, block_bytes) {
+                bail!("{}: a read of {block_bytes} bytes failed", name());
+            }
         }
-        let (is_read, buffer) = readers.take();
-        if !is_read {
-            bail!("{}: a read of {block_bytes} bytes failed", name());
-        }
-        buffers.push(buffer);
-        ended += 1;
-    }
+    };
+    let (before, start) = (sys::drive_bytes_read(), Instant::now());
+    thread::scope(|scope| {
+        let readers: Vec<_> = (0..queue.min(reads)).map(|_| scope.spawn(read)).collect();
+        readers.into_iter().try_for_each(|r| r.join().unwrap_or_else(|panic| resume_unwind(panic)))
+    })?;
     let seconds = start.elapsed().as_secs_f64();
     let bytes = (reads * block_bytes) as f64;
     let from_drive = before.zip(sys::drive_bytes_read()).map(|(before, now)| (now - before) as f64);

@@ -15,6 +15,7 @@ use crate::experts::usage;
 pub use crate::json::object;
 use crate::json::{Value, to_compact};
 use crate::model::Observer;
+use crate::object;
 use crate::plan::{Limit, gb};
 use crate::safetensors::Directory;
 use crate::sys;
@@ -33,12 +34,7 @@ pub const MODEL_FLAGS: &[Flag] = &[
 /// Flags that decide how much memory a run takes.
 pub const PLAN_FLAGS: &[Flag] = &[
     Flag::value("--ctx", "N", "tokens that fit the context (default 4096)").or_env("CTX"),
-    Flag::value(
-        "--ram",
-        "GB",
-        "memory for weights, cache, scratch and experts (default: 85 % of available)",
-    )
-    .or_env("RAM_GB"),
+    Flag::value("--ram", "GB", "memory of the run (default: 85 % of available)").or_env("RAM_GB"),
     Flag::value("--cap", "N", "expert slots per layer, instead of --ram"),
     Flag::value("--chunk", "N", "prompt rows per pass (default 256); never changes a bit"),
     Flag::value("--threads", "N", "threads that compute (default: cores that we may use)"),
@@ -56,12 +52,9 @@ pub const FLAGS: &[Flag] = &[
 ];
 
 /// `--pin`, of the verbs that run for a person or plan such a run.
-pub const PIN: Flag = Flag::value(
-    "--pin",
-    "GB",
-    "expert memory that the most used of earlier runs keep (default 0: they only start ahead)",
-)
-.or_env("PIN_GB");
+pub const PIN: Flag =
+    Flag::value("--pin", "GB", "expert memory that the most used of earlier runs keep (default 0)")
+        .or_env("PIN_GB");
 
 /// Flags of the verbs that learn from run to run which experts are used.
 pub const LEARN_FLAGS: &[Flag] = &[
@@ -85,38 +78,31 @@ pub fn directory(args: &Args) -> Result<Directory> {
 
 /// The options of the shared flags.
 pub fn options(args: &Args) -> Result<Options> {
-    let (model_dirs, mirrors) = (dirs(args, "--model-dirs"), dirs(args, "--mirror"));
-    let mut options = Options { model_dirs, mirrors, ..Options::default() };
-    if let Some(ctx) = args.number("--ctx", 1..=1usize << 24)? {
-        options.ctx_tokens = ctx;
-    }
-    if let Some(rows) = args.number("--chunk", 1..=4096)? {
-        options.chunk_rows = rows;
-    }
-    if let Some(threads) = args.number("--threads", 1..=1024)? {
-        options.threads = threads;
-    }
-    options.drafts = args.number("--draft", 0..=DRAFTS_MAX)?;
-    if let Some(isa) = args.get("--isa") {
-        options.isa = isa.parse::<Isa>().and_then(Isa::checked).map_err(|e| usage("--isa", e))?;
-    }
-    if let Some(direct) = args.get("--direct") {
-        options.direct = direct.parse().map_err(|e| usage("--direct", e))?;
-    }
     // 0 is "decide yourself" for the users of RAM_GB.
-    let ram_gb = args.number("--ram", 0.0..=1e6)?.filter(|gb| *gb > 0.0);
-    let ram = ram_gb.map(|gb: f64| Limit::RamBytes((gb * 1e9).round() as usize));
+    let ram_gb = args.number("--ram", 0.0..=1e6)?.filter(|gb: &f64| *gb > 0.0);
+    let ram = ram_gb.map(|gb| Limit::RamBytes((gb * 1e9).round() as usize));
     let cap = args.number("--cap", 1..=4096usize)?.map(Limit::SlotsPerLayer);
-    if let Some(limit) = cap.or(ram) {
-        options.limit = limit;
-    }
     let pin_gb: f64 = args.number("--pin", 0.0..=1e6)?.unwrap_or(0.0);
-    options.pin_bytes = (pin_gb * 1e9).round() as usize;
     if args.has("--repin") && !args.has("--pin") {
         return Err(Error::usage("--repin needs a --pin"));
     }
-    options.repin_tokens = args.number("--repin", 0..=usize::MAX)?.unwrap_or(0);
-    Ok(options)
+    let isa = args.get("--isa").map(|isa| isa.parse::<Isa>().and_then(Isa::checked)).transpose();
+    let direct = args.get("--direct").map(str::parse).transpose();
+    let default = Options::default();
+    Ok(Options {
+        model_dirs: dirs(args, "--model-dirs"),
+        mirrors: dirs(args, "--mirror"),
+        ctx_tokens: args.number("--ctx", 1..=1 << 24)?.unwrap_or(default.ctx_tokens),
+        chunk_rows: args.number("--chunk", 1..=4096)?.unwrap_or(default.chunk_rows),
+        threads: args.number("--threads", 1..=1024)?.unwrap_or(default.threads),
+        drafts: args.number("--draft", 0..=DRAFTS_MAX)?,
+        isa: isa.map_err(|error| usage("--isa", error))?.unwrap_or(default.isa),
+        direct: direct.map_err(|error| usage("--direct", error))?.unwrap_or(default.direct),
+        limit: cap.or(ram).unwrap_or(default.limit),
+        pin_bytes: (pin_gb * 1e9).round() as usize,
+        repin_tokens: args.number("--repin", 0..=usize::MAX)?.unwrap_or(0),
+        ..default
+    })
 }
 
 /// The error of a flag's value.
@@ -175,6 +161,17 @@ impl Setup<'_> {
             bail!("token {} at position {at}: expected an id below {vocab}", ids[at]);
         }
         Ok(())
+    }
+
+    /// Refuses a directory without tokenizer.json.
+    pub fn check_text(&self) -> Result<()> {
+        if sys::is_present(&self.dir.join("tokenizer.json")) {
+            return Ok(());
+        }
+        bail!(
+            "{}: no tokenizer.json, without which there is no text; coli run --ids needs none",
+            self.dir.display()
+        )
     }
 
     /// Reads the weights for a run that feeds at most `tokens` tokens. Progress and notes go to
@@ -241,6 +238,8 @@ pub struct Watch<'a> {
     start: usize,
     /// Layers that are done, of all positions together.
     steps: usize,
+    /// When the first token of a reply was chosen.
+    first: Option<Instant>,
 }
 
 impl<'a> Watch<'a> {
@@ -248,7 +247,7 @@ impl<'a> Watch<'a> {
     pub fn new(engine: &'a Engine, tokens: usize) -> Watch<'a> {
         let layers = engine.config().num_layers;
         let bar = Bar::new("running");
-        Watch { engine, trace: None, bar, tokens, layers, start: 0, steps: 0 }
+        Watch { engine, trace: None, bar, tokens, layers, start: 0, steps: 0, first: None }
     }
 
     /// The first `kept` positions are in the cache already.
@@ -276,6 +275,12 @@ impl<'a> Watch<'a> {
         self.steps = start * self.layers;
     }
 
+    /// Seconds from the start to the first token of the reply, and from there to now.
+    pub fn seconds(&self) -> [f64; 2] {
+        let first = self.first.unwrap_or_else(Instant::now);
+        [first - self.bar.start, first.elapsed()].map(|time| time.as_secs_f64())
+    }
+
     /// Removes the progress line.
     pub fn clear(&mut self) {
         self.bar.clear();
@@ -295,6 +300,13 @@ impl Observer for Watch<'_> {
     fn routed(&mut self, layer: usize, _position: usize, route: &[(u32, f32)]) {
         if let Some(trace) = &mut self.trace {
             trace.add_row(layer, route.iter().map(|(e, _)| *e));
+        }
+    }
+
+    fn chosen(&mut self, _token: u32, _logits: &[f32]) {
+        if self.first.is_none() {
+            self.first = Some(Instant::now());
+            self.bar.clear();
         }
     }
 
@@ -363,14 +375,9 @@ pub fn read_text(path: &str, bytes_max: usize) -> Result<String> {
 
 /// A chat request of messages, each a role and its text.
 pub fn request(messages: &[(&str, &str)], thinking: bool) -> Value {
-    let string = |text: &str| Value::String(text.into());
-    let message = |(role, text): &(&str, &str)| {
-        object(vec![("role", string(role)), ("content", string(text))])
-    };
-    object(vec![
-        ("messages", Value::Array(messages.iter().map(message).collect())),
-        ("enable_thinking", Value::Bool(thinking)),
-    ])
+    let message = |(role, text): &(&str, &str)| object! { "role": *role, "content": *text };
+    let messages: Vec<Value> = messages.iter().map(message).collect();
+    object! { "messages": messages, "enable_thinking": thinking }
 }
 
 /// Prints one JSON object and a newline to stdout.
@@ -380,15 +387,16 @@ pub fn print_json(value: &Value) -> Result<()> {
 
 /// A count as a JSON integer.
 pub fn count(value: usize) -> Value {
-    Value::Int(value as i64)
+    value.into()
 }
 
-/// Token ids as a JSON array.
-pub fn ids(ids: &[u32]) -> Value {
-    Value::Array(ids.iter().map(|id| Value::Int((*id).into())).collect())
-}
-
-pub fn float(value: f64) -> Value {
-    // Four significant digits: more would pretend to be known.
-    Value::Float(format!("{value:.3e}").parse().expect("a formatted float parses"))
+/// A measured number: four significant digits, as more would pretend to be known, unless it is
+/// whole; null for what could not be measured.
+pub fn figure(value: f64) -> Value {
+    if value.fract() == 0.0 {
+        return Value::Int(value as i64);
+    }
+    // What is not a number stays so, and is null in JSON.
+    let rounded = format!("{value:.3e}").parse().ok().filter(|rounded: &f64| rounded.is_finite());
+    rounded.into()
 }

@@ -2,11 +2,11 @@
 
 #![forbid(unsafe_code)]
 
-use super::load::{Setup, count, object, print_json};
+use super::load::{Setup, print_json};
 use super::{Args, Flag, Verb, load, oracle};
 use crate::bail;
 use crate::error::{Context, Error, Result};
-use crate::json::Value;
+use crate::object;
 use crate::sys;
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -43,14 +43,14 @@ fn run(args: &Args) -> Result<()> {
     };
     let setup = Setup::new(args, ids.len())?;
     setup.check(&ids)?;
-    let target = args.get("--out").map(|path| target(path).context(|| path)).transpose()?;
+    let out = args.get("--out").map(|path| PendingFile::create(path).context(|| path));
+    let mut out = out.transpose()?;
     let engine = setup.open(ids.len())?;
-    let mut out = target.map(PendingFile::create).transpose()?;
-    let mut hash = Fnv1a64::new();
+    let mut hash = FNV_START;
     let mut watch = load::Watch::new(&engine, ids.len());
     engine.session()?.logits_of_all(&ids, &mut watch, |logits| {
         let bytes: Vec<u8> = logits.iter().flat_map(|logit| logit.to_le_bytes()).collect();
-        hash.update(&bytes);
+        hash = fnv1a64(hash, &bytes);
         match &mut out {
             Some(out) => out.file.write_all(&bytes).context(|| out.temporary.display()),
             None => Ok(()),
@@ -60,28 +60,8 @@ fn run(args: &Args) -> Result<()> {
     if let Some(out) = out {
         out.finish()?;
     }
-    print_json(&object(vec![
-        ("tokens", count(ids.len())),
-        ("vocab", count(engine.config().vocab_size)),
-        ("fnv1a64", Value::String(format!("{:016x}", hash.0))),
-    ]))
-}
-
-/// The file that `path` names, links followed. What cannot be replaced is refused: a pipe, a
-/// device, a directory.
-fn target(path: &str) -> Result<PathBuf> {
-    let path = Path::new(path);
-    if sys::is_present(path) {
-        if !path.metadata()?.is_file() {
-            bail!("expected a regular file or a new name");
-        }
-        return Ok(path.canonicalize()?);
-    }
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    if path.file_name().is_none() || parent.is_some_and(|parent| !parent.is_dir()) {
-        bail!("its directory does not exist");
-    }
-    Ok(path.to_path_buf())
+    let (vocab, hash) = (engine.config().vocab_size, format!("{hash:016x}"));
+    print_json(&object! { "tokens": ids.len(), "vocab": vocab, "fnv1a64": hash })
 }
 
 /// A file under a temporary name beside its own, which it takes when it is complete. Dropped
@@ -93,12 +73,20 @@ struct PendingFile {
 }
 
 impl PendingFile {
-    fn create(target: PathBuf) -> Result<PendingFile> {
+    /// Links are followed. What cannot be replaced is refused: a pipe, a device, a directory.
+    fn create(path: &str) -> Result<PendingFile> {
+        let mut target = PathBuf::from(path);
+        if sys::is_present(&target) {
+            if !target.metadata()?.is_file() {
+                bail!("expected a regular file or a new name");
+            }
+            target = target.canonicalize()?;
+        }
         let mut name = target.file_name().unwrap_or_default().to_os_string();
         name.push(format!(".part-{}", std::process::id()));
         let temporary = target.with_file_name(name);
-        let file = File::create_new(&temporary).context(|| temporary.display())?;
-        Ok(PendingFile { file: BufWriter::new(file), temporary, target })
+        let file = BufWriter::new(File::create_new(&temporary)?);
+        Ok(PendingFile { file, temporary, target })
     }
 
     fn finish(mut self) -> Result<()> {
@@ -114,19 +102,13 @@ impl Drop for PendingFile {
     }
 }
 
-/// FNV-1a with 64 bits: offset basis 0xcbf29ce484222325, prime 0x100000001b3.
-struct Fnv1a64(u64);
+/// The hash of no bytes.
+const FNV_START: u64 = 0xcbf2_9ce4_8422_2325;
 
-impl Fnv1a64 {
-    fn new() -> Fnv1a64 {
-        Fnv1a64(0xcbf2_9ce4_8422_2325)
-    }
-
-    fn update(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.0 = (self.0 ^ *byte as u64).wrapping_mul(0x100_0000_01b3);
-        }
-    }
+/// FNV-1a with 64 bits, prime 0x100000001b3: the hash of what `hash` is of, and of `bytes` behind.
+fn fnv1a64(hash: u64, bytes: &[u8]) -> u64 {
+    let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
+    bytes.iter().fold(hash, step)
 }
 
 #[cfg(test)]
@@ -139,9 +121,7 @@ mod tests {
         let vectors =
             [("", 0xcbf29ce484222325), ("a", 0xaf63dc4c8601ec8c), ("foobar", 0x85944171f73967e8)];
         for (text, want) in vectors {
-            let mut hash = Fnv1a64::new();
-            hash.update(text.as_bytes());
-            assert_eq!(hash.0, want, "{text:?}");
+            assert_eq!(fnv1a64(FNV_START, text.as_bytes()), want, "{text:?}");
         }
     }
 }

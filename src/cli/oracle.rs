@@ -7,14 +7,15 @@
 
 #![forbid(unsafe_code)]
 
-use super::load::{Setup, count, object, print_json};
+use super::load::{Setup, print_json};
 use super::print_text;
 use super::{Args, Flag, Verb, load};
 use crate::bail;
 use crate::engine::Engine;
 use crate::error::{Context, Error, Result};
 use crate::float::f32_at;
-use crate::json::{self, Limits, Value};
+use crate::json::{self, Field, Limits};
+use crate::object;
 use crate::sample::argmax;
 use crate::sys;
 use std::path::{Path, PathBuf};
@@ -56,34 +57,22 @@ impl Reference {
         let parse = || {
             let bytes = sys::read_file(path, Limits::default().max_bytes)?;
             let value = json::parse(&bytes, Limits::default())?;
-            let reference = Reference {
-                prompt_ids: id_list(&value, "prompt_ids")?,
-                full_ids: id_list(&value, "full_ids")?,
-                tf_pred: id_list(&value, "tf_pred")?,
+            let ids = |key| {
+                let ids = Field::root(&value).get(key);
+                ids.ids()?.ok_or_else(|| ids.unexpected("an array of token ids"))
             };
-            let (full, predicted) = (reference.full_ids.len(), reference.tf_pred.len());
+            let [prompt_ids, full_ids, tf_pred] =
+                [ids("prompt_ids")?, ids("full_ids")?, ids("tf_pred")?];
+            let (full, predicted) = (full_ids.len(), tf_pred.len());
             if full != predicted {
                 bail!("tf_pred has {predicted} entries, full_ids {full}");
             }
-            if reference.prompt_ids.is_empty()
-                || !reference.full_ids.starts_with(&reference.prompt_ids)
-            {
+            if prompt_ids.is_empty() || !full_ids.starts_with(&prompt_ids) {
                 bail!("prompt_ids is not the beginning of full_ids");
             }
-            Ok(reference)
+            Ok(Reference { prompt_ids, full_ids, tf_pred })
         };
         parse().context(|| path.display())
-    }
-}
-
-fn id_list(value: &Value, key: &str) -> Result<Vec<u32>> {
-    let Some(list) = value.get(key).and_then(Value::as_array) else {
-        bail!("{key}: expected an array of token ids");
-    };
-    let id = |v: &Value| v.as_u64().and_then(|id| u32::try_from(id).ok());
-    match list.iter().map(id).collect() {
-        Some(ids) => Ok(ids),
-        None => bail!("{key}: expected token ids, found something else in the array"),
     }
 }
 
@@ -128,17 +117,12 @@ fn run(args: &Args) -> Result<()> {
     let failed: Vec<&str> =
         checks.iter().filter(|(_, holds)| !holds).map(|(name, _)| *name).collect();
     if args.has("--json") {
-        let matched =
-            |matched, total| object(vec![("matched", count(matched)), ("total", count(total))]);
-        let logits = difference.map_or(Value::Null, |d| {
-            object(vec![("max_abs", Value::Float(d.max_abs)), ("rms", Value::Float(d.rms()))])
-        });
-        print_json(&object(vec![
-            ("teacher_forcing", matched(forced, forced_total)),
-            ("greedy", matched(greedy, greedy_total)),
-            ("logits", logits),
-            ("pass", Value::Bool(failed.is_empty())),
-        ]))?;
+        print_json(&object! {
+            "teacher_forcing": object! { "matched": forced, "total": forced_total },
+            "greedy": object! { "matched": greedy, "total": greedy_total },
+            "logits": difference.map(|d| object! { "max_abs": d.max_abs, "rms": d.rms() }),
+            "pass": failed.is_empty(),
+        })?;
     } else {
         let logits = difference.map_or(String::new(), |d| {
             format!(" · max|Δlogit| {:.1e} · rms {:.1e}", d.max_abs, d.rms())

@@ -7,7 +7,7 @@
 #![forbid(unsafe_code)]
 
 use super::info::{self, Classes};
-use super::load::{self, count, object, print_json};
+use super::load::{self, print_json};
 use super::{Args, Verb, print_text};
 use crate::config::Config;
 use crate::cpu;
@@ -15,6 +15,7 @@ use crate::engine::Options;
 use crate::error::{Context, Result};
 use crate::json::Value;
 use crate::memory::Available;
+use crate::object;
 use crate::plan::{Plan, gb};
 use crate::safetensors::Directory;
 use crate::sys;
@@ -180,153 +181,130 @@ impl Report {
     /// A line for each matter.
     pub fn text(&self) -> String {
         let Report { plan, experts, .. } = self;
-        let free = self.available.as_ref();
         let mut text = String::new();
-        let mut line = |name, value: &str| text += &format!("{name:<8} {value}\n");
-        line("policy", "quality: placement never changes a bit of the output");
-        line("model", &self.path.display().to_string());
-        let plural = if self.shards == 1 { "" } else { "s" };
+        let mut line = |name, value: String| text += &format!("{name:<8} {value}\n");
+        line("policy", "quality: placement never changes a bit of the output".into());
+        line("model", self.path.display().to_string());
+        let shards = info::describe_shards(self.shards);
+        let (count, layers) = (experts.count, experts.layers);
+        let [model, all, typical, dense] =
+            [self.model_bytes, experts.bytes, experts.typical_bytes, experts.dense_bytes].map(gb);
         line(
             "disk",
-            &format!(
-                "{} in {} shard{plural}: {} experts in {} layers, {}, typically {}; all else {}",
-                gb(self.model_bytes),
-                self.shards,
-                experts.count,
-                experts.layers,
-                gb(experts.bytes),
-                gb(experts.typical_bytes),
-                gb(experts.dense_bytes),
+            format!(
+                "{model} in {shards}: {count} experts in {layers} layers, {all}, typically \
+                 {typical}; all else {dense}"
             ),
         );
+        let (ctx, slots) = (self.options.ctx_tokens, self.slots_per_layer());
+        let [total, resident, kv, scratch, held, allowed] = [
+            plan.total_bytes(),
+            plan.resident_bytes,
+            plan.kv_bytes,
+            plan.scratch_bytes,
+            plan.expert_bytes,
+            plan.ram_bytes,
+        ]
+        .map(gb);
         line(
             "RAM",
-            &format!(
-                "{} = {} resident weights + {} cache (ctx {}) + {} scratch + {} experts ({} \
-                 in each layer)",
-                gb(plan.total_bytes()),
-                gb(plan.resident_bytes),
-                gb(plan.kv_bytes),
-                self.options.ctx_tokens,
-                gb(plan.scratch_bytes),
-                gb(plan.expert_bytes),
-                self.slots_per_layer(),
+            format!(
+                "{total} = {resident} resident weights + {kv} cache (ctx {ctx}) + {scratch} \
+                 scratch + {held} experts ({slots} in each layer)"
             ),
         );
+        let free = self.available.as_ref();
         let free = free.map(|free| format!(", {} left: {}", gb(free.bytes), free.bound));
-        line("", &format!("{} allowed{}", gb(plan.ram_bytes), free.unwrap_or_default()));
-        line("VRAM", "not used");
-        line("limit", self.bottleneck());
-        self.warnings().iter().for_each(|warning| line("warn", warning));
+        line("", format!("{allowed} allowed{}", free.unwrap_or_default()));
+        line("VRAM", "not used".into());
+        line("limit", self.bottleneck().into());
+        self.warnings().into_iter().for_each(|warning| line("warn", warning));
         text
     }
 
     /// The schema of the C engine, version 2, then what is ours.
     pub fn json(&self) -> Value {
-        let Report { plan, experts, .. } = self;
-        let warnings = self.warnings().into_iter().map(Value::String).collect();
-        object(vec![
-            ("version", count(2)),
-            ("policy", policy()),
-            (
-                "model",
-                object(vec![
-                    ("path", Value::String(self.path.display().to_string())),
-                    ("shards", count(self.shards)),
-                    ("model_bytes", count(self.model_bytes)),
-                    ("dense_bytes", count(experts.dense_bytes)),
-                    ("expert_bytes", count(experts.bytes)),
-                    ("expert_count", count(experts.count)),
-                    ("expert_layers", count(experts.layers)),
-                    ("typical_expert_bytes", count(experts.typical_bytes)),
-                    ("per_cap_bytes", count(experts.per_cap_bytes)),
-                ]),
-            ),
-            (
-                "cpu",
-                object(vec![
-                    ("physical_cores", count(cpu::usable_cores())),
-                    ("thread_policy", word("physical-cores")),
-                    ("threads", count(self.options.threads)),
-                ]),
-            ),
-            ("tiers", self.tiers()),
-            ("expected_bottleneck", word(self.bottleneck())),
-            ("decisions", decisions()),
-            ("warnings", Value::Array(warnings)),
-            (
-                "plan",
-                object(vec![
-                    ("ctx_tokens", count(self.options.ctx_tokens)),
-                    ("ram_bytes", count(plan.ram_bytes)),
-                    ("resident_bytes", count(plan.resident_bytes)),
-                    ("kv_bytes", count(plan.kv_bytes)),
-                    ("scratch_bytes", count(plan.scratch_bytes)),
-                    ("expert_bytes", count(plan.expert_bytes)),
-                    ("largest_expert_bytes", count(plan.largest_expert_bytes)),
-                    ("slots_per_layer", count(self.slots_per_layer())),
-                    ("total_bytes", count(plan.total_bytes())),
-                ]),
-            ),
-            ("classes", info::class_rows(&self.classes)),
-        ])
+        let Report { plan, experts, options, .. } = self;
+        object! {
+            "version": 2,
+            // There is one: nothing that is lossy happens unasked.
+            "policy": object! {
+                "name": "quality", "preserve_quantization": true, "preserve_router": true,
+                "quality_preserving": true,
+            },
+            "model": object! {
+                "path": self.path.display().to_string(),
+                "shards": self.shards,
+                "model_bytes": self.model_bytes,
+                "dense_bytes": experts.dense_bytes,
+                "expert_bytes": experts.bytes,
+                "expert_count": experts.count,
+                "expert_layers": experts.layers,
+                "typical_expert_bytes": experts.typical_bytes,
+                "per_cap_bytes": experts.per_cap_bytes,
+            },
+            "cpu": object! {
+                "physical_cores": cpu::usable_cores(),
+                "thread_policy": "physical-cores",
+                "threads": options.threads,
+            },
+            "tiers": self.tiers(),
+            "expected_bottleneck": self.bottleneck(),
+            "decisions": DECISIONS.map(|(target, reason)| {
+                object! { "target": target, "reason": reason }
+            }).to_vec(),
+            "warnings": self.warnings(),
+            "plan": object! {
+                "ctx_tokens": options.ctx_tokens,
+                "ram_bytes": plan.ram_bytes,
+                "resident_bytes": plan.resident_bytes,
+                "kv_bytes": plan.kv_bytes,
+                "scratch_bytes": plan.scratch_bytes,
+                "expert_bytes": plan.expert_bytes,
+                "largest_expert_bytes": plan.largest_expert_bytes,
+                "slots_per_layer": self.slots_per_layer(),
+                "total_bytes": plan.total_bytes(),
+            },
+            "classes": info::class_rows(&self.classes),
+        }
     }
 
     /// Disk, memory, and the device memory that there never is.
     fn tiers(&self) -> Value {
-        let Report { plan, experts, available, .. } = self;
-        let free = available.as_ref();
-        let disk = object(vec![
-            ("role", word("cold-backing")),
-            ("model_bytes", count(self.model_bytes)),
-            ("available_bytes", self.disk_free_bytes.map_or(Value::Null, |n| count(n as usize))),
-            ("cold_expert_bytes", count(self.cold_bytes())),
-        ]);
-        let ram = object(vec![
-            ("role", word("resident+warm-experts")),
-            ("available_bytes", free.map_or(Value::Null, |free| count(free.bytes))),
-            ("available_bound", free.map_or(Value::Null, |free| word(&free.bound))),
-            ("budget_bytes", count(plan.ram_bytes)),
-            ("dense_bytes", count(plan.resident_bytes)),
-            ("runtime_bytes", count(plan.kv_bytes + plan.scratch_bytes)),
-            ("expert_cache_bytes", count(plan.expert_bytes)),
-            ("warm_expert_bytes", count(experts.bytes - self.cold_bytes())),
-            ("cache_slots_per_layer", count(self.slots_per_layer().min(self.routed_experts))),
-        ]);
-        let vram = object(vec![
-            ("role", word("hot-experts")),
-            ("devices", Value::Array(Vec::new())),
-            ("budget_bytes", count(0)),
-            ("hot_expert_bytes", count(0)),
-            ("expert_capacity", count(0)),
-            ("requires_host_backing", Value::Bool(false)),
-        ]);
-        object(vec![("disk", disk), ("ram", ram), ("vram", vram)])
+        let Report { plan, experts, .. } = self;
+        let free = self.available.as_ref();
+        object! {
+            "disk": object! {
+                "role": "cold-backing",
+                "model_bytes": self.model_bytes,
+                "available_bytes": self.disk_free_bytes,
+                "cold_expert_bytes": self.cold_bytes(),
+            },
+            "ram": object! {
+                "role": "resident+warm-experts",
+                "available_bytes": free.map(|free| free.bytes),
+                "available_bound": free.map(|free| free.bound.as_str()),
+                "budget_bytes": plan.ram_bytes,
+                "dense_bytes": plan.resident_bytes,
+                "runtime_bytes": plan.kv_bytes + plan.scratch_bytes,
+                "expert_cache_bytes": plan.expert_bytes,
+                "warm_expert_bytes": experts.bytes - self.cold_bytes(),
+                "cache_slots_per_layer": self.slots_per_layer().min(self.routed_experts),
+            },
+            "vram": object! {
+                "role": "hot-experts", "devices": Vec::<Value>::new(), "budget_bytes": 0,
+                "hot_expert_bytes": 0, "expert_capacity": 0, "requires_host_backing": false,
+            },
+        }
     }
 }
 
-fn word(text: &str) -> Value {
-    Value::String(text.into())
-}
-
-/// There is one: nothing that is lossy happens unasked.
-fn policy() -> Value {
-    let kept = ["preserve_quantization", "preserve_router", "quality_preserving"];
-    let kept = kept.map(|name| (name, Value::Bool(true)));
-    object([("name", word("quality"))].into_iter().chain(kept).collect())
-}
-
 /// What lies where, and why.
-fn decisions() -> Value {
-    let decisions = [
-        ("VRAM", "no device is used: the processor computes everything"),
-        ("RAM", "weights that every token needs, cache and scratch; experts get what is left"),
-        ("Disk", "holds all experts; one that is not in memory is read when a token needs it"),
-    ];
-    let decision =
-        |(target, reason)| object(vec![("target", word(target)), ("reason", word(reason))]);
-    Value::Array(decisions.map(decision).into())
-}
+const DECISIONS: [(&str, &str); 3] = [
+    ("VRAM", "no device is used: the processor computes everything"),
+    ("RAM", "weights that every token needs, cache and scratch; experts get what is left"),
+    ("Disk", "holds all experts; one that is not in memory is read when a token needs it"),
+];
 
 #[cfg(test)]
 mod tests {

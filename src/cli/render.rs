@@ -2,12 +2,13 @@
 
 #![forbid(unsafe_code)]
 
-use super::load::{ids, object, print_json};
+use super::load::print_json;
 use super::{Args, Verb};
 use crate::bail;
 use crate::chat;
 use crate::error::{Context, Result};
-use crate::json::{self, Limits, Value};
+use crate::json::{self, Limits};
+use crate::object;
 use crate::tokenizer::Tokenizer;
 use std::io::{Read, Write};
 use std::path::Path;
@@ -37,8 +38,7 @@ fn run(args: &Args) -> Result<()> {
     let prompt = chat::render(&request).context(|| "request")?;
     let tokens = prompt.ids(&tokenizer)?;
     if args.has("--json") {
-        let text = Value::String(prompt.text());
-        return print_json(&object(vec![("text", text), ("ids", ids(&tokens))]));
+        return print_json(&object! { "text": prompt.text(), "ids": tokens });
     }
     let mut out = std::io::stdout().lock();
     Ok(writeln!(out, "{}", prompt.text())?)

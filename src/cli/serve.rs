@@ -8,7 +8,6 @@
 
 use super::load::Setup;
 use super::{Args, Flag, Verb, load, note};
-use crate::bail;
 use crate::error::{Error, Result};
 use crate::http::{self, Limits};
 use crate::server::{self, Settings};
@@ -60,9 +59,7 @@ fn serve(args: &Args) -> Result<()> {
     http::check_bind(ip, settings.api_key.is_some(), args.has("--allow-insecure-bind"))?;
     let mut setup = Setup::new(args, 0)?;
     setup.hold_sessions(settings.kv_slots);
-    if !sys::is_present(&setup.dir.join("tokenizer.json")) {
-        bail!("{}: no tokenizer.json, which serving needs", setup.dir.display());
-    }
+    setup.check_text()?;
     let listener = http::Server::bind(SocketAddr::new(ip, port), Limits::default())?;
     let mut loaded = None;
     let open = || {

@@ -8,7 +8,8 @@
 use super::{Args, Flag, Verb};
 use crate::bail;
 use crate::error::{Context, Error, Result};
-use crate::json::{self, Limits, Value};
+use crate::json::{self, Field, Limits, Value, to_compact};
+use crate::object;
 use crate::tokenizer::{Special, Tokenizer};
 use std::io::{BufRead, BufWriter, Read, Write};
 use std::path::Path;
@@ -35,24 +36,20 @@ fn run(args: &Args) -> Result<()> {
         "off" => Special::Text,
         other => return Err(Error::usage(format!("--special: expected on or off, found {other}"))),
     };
-    let options = TokenizeOptions {
-        special,
-        jsonl: args.has("--jsonl"),
-        decode: args.has("--decode"),
-        json: args.has("--json"),
-    };
-    if options.decode && args.has("--special") {
+    let (jsonl, decode, json) = (args.has("--jsonl"), args.has("--decode"), args.has("--json"));
+    if decode && args.has("--special") {
         return Err(Error::usage("--special has no effect on --decode"));
     }
     let tokenizer = Tokenizer::load(&Path::new(args.required("--model")?).join("tokenizer.json"))?;
     let mut out = BufWriter::new(std::io::stdout().lock());
+    let options = Options { special, jsonl, decode, json };
     tokenize(&tokenizer, options, &mut std::io::stdin().lock(), &mut out)?;
     out.flush().context(|| "stdout")
 }
 
 /// What to do with the input.
 #[derive(Clone, Copy, Debug, Default)]
-struct TokenizeOptions {
+struct Options {
     /// Whether the text of added tokens becomes those tokens.
     special: Special,
     /// Each line of the input is one JSON value, and gives one JSON object on a line.
@@ -71,69 +68,54 @@ struct TokenizeOptions {
 /// Input that is not UTF-8 or not of the form asked for, ids out of range, failed reads or writes.
 fn tokenize(
     tokenizer: &Tokenizer,
-    options: TokenizeOptions,
+    options: Options,
     input: &mut dyn BufRead,
     out: &mut dyn Write,
 ) -> Result<()> {
+    let mut bytes = Vec::new();
     if !options.jsonl {
-        let mut bytes = Vec::new();
         input.read_to_end(&mut bytes)?;
         let text = String::from_utf8(bytes).map_err(|error| {
             let offset = error.utf8_error().valid_up_to();
             Error::new(format!("the input is not UTF-8 at byte {offset}"))
         })?;
-        return tokenize_text(tokenizer, options, &text, out);
+        return match (options.decode, options.json) {
+            (true, json) => {
+                let text = tokenizer.decode(&parse_ids(&text)?, false)?;
+                if json { write_line(object! { "text": text }, out) } else { write(&text, out) }
+            }
+            (false, true) => {
+                write_line(object! { "ids": tokenizer.encode(&text, options.special) }, out)
+            }
+            (false, false) => {
+                let ids = tokenizer.encode(&text, options.special);
+                let ids: Vec<String> = ids.iter().map(u32::to_string).collect();
+                write(&(ids.join(" ") + "\n"), out)
+            }
+        };
     }
-    let mut line = Vec::new();
     for number in 1.. {
-        line.clear();
+        bytes.clear();
         let limit = Limits::default().max_bytes as u64 + 1;
-        if input.take(limit).read_until(b'\n', &mut line)? == 0 {
+        if input.take(limit).read_until(b'\n', &mut bytes)? == 0 {
             break;
         }
-        tokenize_line(tokenizer, options, &line, out).context(|| format!("line {number}"))?;
+        let object = tokenize_line(tokenizer, options, &bytes);
+        write_line(object.context(|| format!("line {number}"))?, out)?;
     }
     Ok(())
 }
 
-/// The whole input as one text, or as ids.
-fn tokenize_text(
-    tokenizer: &Tokenizer,
-    options: TokenizeOptions,
-    text: &str,
-    out: &mut dyn Write,
-) -> Result<()> {
-    if options.decode {
-        let ids = parse_ids(text)?;
-        let text = tokenizer.decode(&ids, false)?;
-        return if options.json {
-            write_text(&text, out)
-        } else {
-            Ok(out.write_all(text.as_bytes())?)
-        };
-    }
-    let ids = tokenizer.encode(text, options.special);
-    if options.json {
-        return write_ids(&ids, out);
-    }
-    Ok(writeln!(out, "{}", join(&ids, " "))?)
-}
-
 /// One line of JSON: a string to encode, or ids to decode.
-fn tokenize_line(
-    tokenizer: &Tokenizer,
-    options: TokenizeOptions,
-    line: &[u8],
-    out: &mut dyn Write,
-) -> Result<()> {
+fn tokenize_line(tokenizer: &Tokenizer, options: Options, line: &[u8]) -> Result<Value> {
     let value = json::parse(line, Limits::default())?;
     if options.decode {
-        return write_text(&tokenizer.decode(&ids_of(&value)?, false)?, out);
+        return Ok(object! { "text": tokenizer.decode(&ids_of(&value)?, false)? });
     }
     let Some(text) = value.as_str() else {
         bail!("expected a JSON string, found {}", value.kind());
     };
-    write_ids(&tokenizer.encode(text, options.special), out)
+    Ok(object! { "ids": tokenizer.encode(text, options.special) })
 }
 
 /// Ids between spaces or line ends, or a JSON array of them.
@@ -149,35 +131,17 @@ fn parse_ids(text: &str) -> Result<Vec<u32>> {
 
 /// The ids in an array, or in the member `ids` of an object.
 fn ids_of(value: &Value) -> Result<Vec<u32>> {
-    let Some(ids) = value.get("ids").unwrap_or(value).as_array() else {
-        bail!("expected an array of token ids, found {}", value.kind());
-    };
-    let id_of = |id: &Value| {
-        let found = id.as_u64().and_then(|id| u32::try_from(id).ok());
-        found.ok_or_else(|| Error::new(format!("expected a token id, found {}", id.kind())))
-    };
-    ids.iter().map(id_of).collect()
+    let field = Field::root(value);
+    let field = field.get("ids").or(field);
+    field.ids()?.ok_or_else(|| field.unexpected("an array of token ids"))
 }
 
-fn write_ids(ids: &[u32], out: &mut dyn Write) -> Result<()> {
-    Ok(writeln!(out, "{{\"ids\":[{}]}}", join(ids, ","))?)
+fn write(text: &str, out: &mut dyn Write) -> Result<()> {
+    Ok(out.write_all(text.as_bytes())?)
 }
 
-fn write_text(text: &str, out: &mut dyn Write) -> Result<()> {
-    let mut quoted = String::new();
-    json::write_str_compact(&mut quoted, text);
-    Ok(writeln!(out, "{{\"text\":{quoted}}}")?)
-}
-
-fn join(ids: &[u32], separator: &str) -> String {
-    let mut text = String::with_capacity(ids.len() * 7);
-    for (at, id) in ids.iter().enumerate() {
-        if at > 0 {
-            text.push_str(separator);
-        }
-        text.push_str(&id.to_string());
-    }
-    text
+fn write_line(object: Value, out: &mut dyn Write) -> Result<()> {
+    write(&(to_compact(&object) + "\n"), out)
 }
 
 #[cfg(test)]
@@ -185,7 +149,7 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    fn run(options: TokenizeOptions, mut input: &[u8]) -> Result<String> {
+    fn run(options: Options, mut input: &[u8]) -> Result<String> {
         let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tokenizer");
         let tokenizer = Tokenizer::load(&fixture.join("tokenizer.json")).unwrap();
         let mut out = Vec::new();
@@ -198,29 +162,29 @@ mod tests {
         let text = "Call me \"Ishmael\".\n  <|user|>\n";
         for special in [Special::Text, Special::Parse] {
             for json in [false, true] {
-                let options = TokenizeOptions { special, json, ..Default::default() };
+                let options = Options { special, json, ..Default::default() };
                 let ids = run(options, text.as_bytes()).unwrap();
                 assert_eq!(ids.starts_with("{\"ids\":["), json);
-                let back = TokenizeOptions { decode: true, ..Default::default() };
+                let back = Options { decode: true, ..Default::default() };
                 assert_eq!(run(back, ids.as_bytes()).unwrap(), text);
             }
         }
-        let jsonl = TokenizeOptions { jsonl: true, ..Default::default() };
+        let jsonl = Options { jsonl: true, ..Default::default() };
         let rows = run(jsonl, b"\"a\\nb\"\n\"\"").unwrap();
         assert_eq!(rows.lines().nth(1), Some("{\"ids\":[]}"));
-        let back = TokenizeOptions { decode: true, ..jsonl };
+        let back = Options { decode: true, ..jsonl };
         assert_eq!(run(back, rows.as_bytes()).unwrap(), "{\"text\":\"a\\nb\"}\n{\"text\":\"\"}\n");
     }
 
     #[test]
     fn bad_input_is_refused_with_its_place() {
-        let jsonl = TokenizeOptions { jsonl: true, ..Default::default() };
-        let decode = TokenizeOptions { decode: true, ..Default::default() };
-        let cases: [(TokenizeOptions, &[u8], &str); 5] = [
+        let jsonl = Options { jsonl: true, ..Default::default() };
+        let decode = Options { decode: true, ..Default::default() };
+        let cases: [(Options, &[u8], &str); 5] = [
             (Default::default(), b"ab\xFF", "the input is not UTF-8 at byte 2"),
             (jsonl, b"\"a\"\n7\n", "line 2: expected a JSON string, found an integer"),
             (decode, b"1 x", "expected a token id, found \"x\""),
-            (decode, b"[1, -1]", "expected a token id, found an integer"),
+            (decode, b"[1, -1]", "[1]: expected a token id, found an integer"),
             (decode, b"2300", "token id 2300 is out of range"),
         ];
         for (options, input, expected) in cases {

@@ -2,12 +2,13 @@
 
 #![forbid(unsafe_code)]
 
-use super::load::{count, object, print_json};
+use super::load::print_json;
 use super::{Args, Flag, Verb, print_text};
 use crate::error::{Error, Result};
 use crate::experts::replay::{EVICTIONS, Past, hit_rate};
 use crate::experts::trace::Trace;
 use crate::json::Value;
+use crate::object;
 use std::path::Path;
 
 /// The verb's table entry.
@@ -17,11 +18,7 @@ pub const VERB: Verb = Verb {
     summary: "replay routing traces of run --trace against every eviction rule",
     example: "coli trace --slots 4,8 tests/fixtures/small.trace",
     flags: &[&[
-        Flag::value(
-            "--slots",
-            "N,N…",
-            "slots per layer (default 5, 10, 20 and 40 % of its experts)",
-        ),
+        Flag::value("--slots", "N,N…", "slots per layer (default 5, 10, 20, 40 % of its experts)"),
         Flag::value("--past", "FILE", "trace of an earlier run, for the rules that learn"),
         Flag::value("--pin", "PERCENT", "share of the slots that its most used experts keep"),
         super::JSON,
@@ -85,12 +82,10 @@ fn text(rows: &[(&str, usize, Vec<f64>)]) -> String {
 
 fn json(rows: &[(&str, usize, Vec<f64>)]) -> Value {
     let row = |(file, slots, rates): &(&str, usize, Vec<f64>)| {
-        let rates = EVICTIONS.iter().zip(rates).map(|((name, _), r)| (*name, Value::Float(*r)));
-        object(vec![
-            ("file", Value::String(file.to_string())),
-            ("slots_per_layer", count(*slots)),
-            ("hit_rates", object(rates.collect())),
-        ])
+        let rates = EVICTIONS.iter().zip(rates);
+        let rates = rates.map(|((name, _), rate)| (name.to_string(), Value::Float(*rate)));
+        let rates = Value::Object(rates.collect());
+        object! { "file": *file, "slots_per_layer": *slots, "hit_rates": rates }
     };
-    object(vec![("replays", Value::Array(rows.iter().map(row).collect()))])
+    object! { "replays": rows.iter().map(row).collect::<Vec<_>>() }
 }

@@ -7,7 +7,7 @@ use super::charset::CharSet;
 use super::compile::{Builder, Expr};
 use super::pattern::{Parser, Syntax};
 use crate::bail;
-use crate::error::{Context, Result};
+use crate::error::Result;
 use std::collections::HashMap;
 
 /// What a name stands for that is not a rule of the text.
@@ -24,14 +24,11 @@ struct Names<'k> {
 
 /// [`Grammar::from_gbnf`].
 pub(super) fn compile(text: &str) -> Result<Grammar> {
-    let compiled = || {
-        let mut builder = Builder::default();
-        match rules(&mut builder, text)?.get("root") {
-            Some(root) => builder.build(*root),
-            None => bail!("the rule `root` is not defined"),
-        }
-    };
-    compiled().context(|| "grammar")
+    let mut builder = Builder::default();
+    match rules(&mut builder, text)?.get("root") {
+        Some(root) => builder.build(*root),
+        None => bail!("the rule `root` is not defined"),
+    }
 }
 
 /// Defines the rules of a text, and returns their numbers by name.

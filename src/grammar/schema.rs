@@ -65,14 +65,11 @@ pub(super) enum Form {
 
 /// [`Grammar::from_schema`] and [`Grammar::from_text_schema`].
 pub(super) fn compile(schema: &Value, form: Form) -> Result<Grammar> {
-    let compiled = || {
-        let mut json = Json::new();
-        let mut compiler = Compiler::new(&mut json, schema)?;
-        let root = compiler.rule(form, "#".into(), schema)?;
-        compiler.define_pending()?;
-        json.builder.build(root)
-    };
-    compiled().context(|| "schema")
+    let mut json = Json::new();
+    let mut compiler = Compiler::new(&mut json, schema)?;
+    let root = compiler.rule(form, "#".into(), schema)?;
+    compiler.define_pending()?;
+    json.builder.build(root)
 }
 
 /// [`Grammar::json_object`].

@@ -250,7 +250,7 @@ impl<'a> Running<'a> {
             generation: Generation::new(engine, &ask.prompt, job.new_tokens),
             chooser,
             watch,
-            turn: Turn::new(Arc::clone(ask), tokenizer),
+            turn: Turn::new(Arc::clone(ask), tokenizer, shared.log),
             start,
             first_s: None,
             completion: [0; 2],

@@ -17,24 +17,37 @@ const PART_BYTES: usize = 1 << 20;
 const AHEAD_BYTES: [usize; 3] = [4096, 8192, 16384];
 /// Repetitions of a register loop: a few milliseconds.
 const STEPS: usize = 1 << 20;
-/// Memory to stream through.
-pub struct Memory {
+
+/// What measures them: memory to stream through.
+pub struct Limits {
     pages: Pages,
     cuts: Vec<usize>,
 }
 
-impl Memory {
+impl Limits {
     /// Reserves the memory and touches all of it.
-    pub fn new() -> Result<Memory> {
+    pub fn new() -> Result<Limits> {
         let mut pages = Pages::new(READ_BYTES)?;
         pages.fill(1);
         let cuts = (0..=READ_BYTES / PART_BYTES).map(|i| i * PART_BYTES).collect();
-        Ok(Memory { pages, cuts })
+        Ok(Limits { pages, cuts })
     }
 
-    /// Gigabytes a second that all threads read together.
-    pub fn read_gbs(&mut self, compute: &mut Compute) -> f64 {
-        let Memory { pages, cuts } = self;
+    /// Of all threads together: gigabytes a second that they read, 10⁹ 16-bit multiply-adds, and
+    /// 10⁹ single-precision operations.
+    pub fn measure(&mut self, compute: &mut Compute) -> [f64; 3] {
+        let arithmetic = compute.arithmetic;
+        let int16_gmacs = on_all_threads(compute, MultiplyAdd16::MACS, |steps| {
+            black_box(arithmetic.run(MultiplyAdd16 { steps }));
+        });
+        let f32_gflops = on_all_threads(compute, MultiplyAdd32::FLOPS, |steps| {
+            black_box(arithmetic.run(MultiplyAdd32 { steps }));
+        });
+        [self.read_gbs(compute), int16_gmacs, f32_gflops]
+    }
+
+    fn read_gbs(&mut self, compute: &mut Compute) -> f64 {
+        let Limits { pages, cuts } = self;
         let best = AHEAD_BYTES.into_iter().map(|ahead_bytes| {
             let arithmetic = compute.arithmetic;
             let start = Instant::now();
@@ -45,22 +58,6 @@ impl Memory {
         });
         READ_BYTES as f64 / 1e9 / best.fold(f64::INFINITY, f64::min)
     }
-}
-
-/// 10⁹ 16-bit multiply-adds a second of all threads together.
-pub fn int16_gmacs(compute: &mut Compute) -> f64 {
-    let arithmetic = compute.arithmetic;
-    on_all_threads(compute, MultiplyAdd16::MACS, |steps| {
-        black_box(arithmetic.run(MultiplyAdd16 { steps }));
-    })
-}
-
-/// 10⁹ single-precision operations a second of all threads together.
-pub fn f32_gflops(compute: &mut Compute) -> f64 {
-    let arithmetic = compute.arithmetic;
-    on_all_threads(compute, MultiplyAdd32::FLOPS, |steps| {
-        black_box(arithmetic.run(MultiplyAdd32 { steps }));
-    })
 }
 
 fn on_all_threads(compute: &mut Compute, per_step: usize, f: impl Fn(usize) + Sync) -> f64 {

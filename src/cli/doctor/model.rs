@@ -5,7 +5,7 @@
 use super::{Finding, Part, Status, Subject, needs};
 use crate::chat;
 use crate::cli::info;
-use crate::cli::load::{Setup, Watch, count, float};
+use crate::cli::load::{Setup, Watch, figure};
 use crate::error::{Context, Result};
 use crate::experts::usage::Usage;
 use crate::json;
@@ -35,10 +35,9 @@ pub fn tokenizer(subject: &Subject) -> Part<Finding> {
 pub fn shards(subject: &Subject) -> Part<Finding> {
     let directory = subject.directory.as_ref().map_err(Finding::clone)?;
     let (shards, bytes) = (directory.shards().len(), directory.bytes() as usize);
-    let plural = if shards == 1 { "" } else { "s" };
-    let summary = format!("{shards} shard{plural}, {} tensors, {}", directory.len(), gb(bytes));
-    let details = vec![("shards", count(shards)), ("model_bytes", count(bytes))];
-    Ok(Finding::pass(summary).with(details))
+    let (files, tensors) = (info::describe_shards(shards), directory.len());
+    let summary = format!("{files}, {tensors} tensors, {}", gb(bytes));
+    Ok(Finding::pass(summary).with("shards", shards).with("model_bytes", bytes))
 }
 
 /// Whether every tensor of the forward pass is there, in a format and shape that it has.
@@ -120,9 +119,6 @@ pub fn first_token(subject: &Subject) -> Part<Finding> {
         return Ok(Finding::new(Status::Fail, format!("all logits are {}", logits[0])));
     }
     let summary = format!("token {top} after {ids:?}, in {seconds:.1} s; load {load_seconds:.1} s");
-    Ok(Finding::pass(summary).with(vec![
-        ("token", count(top as usize)),
-        ("seconds", float(seconds)),
-        ("load_seconds", float(load_seconds)),
-    ]))
+    let found = Finding::pass(summary).with("token", top);
+    Ok(found.with("seconds", figure(seconds)).with("load_seconds", figure(load_seconds)))
 }
