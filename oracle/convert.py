@@ -1,17 +1,19 @@
 """What `coli convert` must write, to the byte, by the encoders of formats.py.
 
-    python convert.py SOURCE TARGET [CLASS=FORMAT …] [scales=search]   converts a checkpoint
+    python convert.py SOURCE TARGET [CLASS=FORMAT …] [scales=search] [calibration=FILE]
     python convert.py --fixtures tests/fixtures        writes tests/fixtures/convert
 
-CLASS is a flag of `coli convert` without its dashes, FORMAT a full name (int8-row) or off. Needs
-numpy alone, and memory for the whole checkpoint.
+The first converts a checkpoint. CLASS is a flag of `coli convert` without its dashes, FORMAT a
+full name (int8-row) or off. Needs numpy alone, and memory for the whole checkpoint.
 
 Fixtures: `encode.json` has small matrices in every source encoding, with ragged ends, rows of
 zeros, ties and the smallest numbers, and what each of them is in every format of a container (those
-in F32 also with scales that were searched for);
+in F32 also with scales that were searched for, plainly and with an importance of each column);
+`a_seed.calibration` is what `coli score --calibrate` says of the reference tokens of a_seed;
 `files.json` has length and FNV-1a64 of every file that some stored checkpoints become.
 """
 
+import functools
 import json
 import shutil
 import sys
@@ -21,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from formats import E2M1, E4M3, INT4_GROUPS, ceil_div, decode, encode, pack, write_safetensors
-from reference import read_safetensors, widen
+from reference import Reference, read_model, read_safetensors, widen
 
 ROUTED = "experts"
 DEFAULTS = dict.fromkeys(("attention", "dense", "shared", "io", "indexer", "mtp"), "int8-row")
@@ -65,19 +67,25 @@ def float_matrix(name, dtype, array, stored):
     return widen(dtype, array)
 
 
-def search(groups, scales, top):
+def search(groups, scales, top, importance=None):
     """The scale of least squared error among 49, and the largest of equals; all in float32.
 
     The scales are that of the largest weight, and each 31/32 of the one before. An error is the
-    sum of sixteen sums: number i has the columns i, i + 16, …, one after another.
+    sum of sixteen sums: number i has the columns i, i + 16, …, one after another, each square
+    times the importance of its column.
     """
     padded = np.pad(groups, ((0, 0), (0, 0), (0, -groups.shape[2] % 16)))
     padded = padded.reshape(*groups.shape[:2], -1, 16)
+    counts = np.ones(groups.shape[1:], np.float32)
+    if importance is not None:
+        counts = np.pad(importance, (0, counts.size - len(importance))).reshape(counts.shape)
+    counts = np.pad(counts, ((0, 0), (0, -groups.shape[2] % 16)))
+    counts = counts.reshape(padded.shape[1:])
 
     def error(scale):
         scale = scale[..., None, None]
         codes = np.clip(np.rint(padded / scale), -top - 1, top).astype(np.float32)
-        squares = np.square(padded - codes * scale)
+        squares = np.square(padded - codes * scale) * counts
         lanes = np.zeros((*groups.shape[:2], 16), np.float32)
         for i in range(squares.shape[2]):
             lanes += squares[:, :, i]
@@ -92,6 +100,71 @@ def search(groups, scales, top):
         found = error(scale)
         best, least = np.where(found < least, scale, best), np.minimum(found, least)
     return best
+
+
+# --- Calibration --------------------------------------------------------------------------------
+
+PRIOR_ROWS = 64  # so many more rows have the mean of all columns
+
+
+def input_name(matrix):
+    """What a calibration calls that which a matrix is multiplied with."""
+    layer, _, kind = matrix.removesuffix(".weight").rpartition(".")
+    if kind in ("lm_head", "down_proj"):
+        return f"{layer}.{kind}.input".strip(".")
+    part = {"gate_proj": "mlp", "up_proj": "mlp"}
+    part |= dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "wk", "weights_proj"), "self_attn")
+    return ".".join([*layer.split(".")[:3], part[kind], "input"]) if kind in part else None
+
+
+class Recorder(Reference):
+    """Remembers the squares of all inputs."""
+
+    def record(self, x, name):
+        self.squares.setdefault(name, []).append(np.square(x))
+
+    def linear(self, x, name):
+        # A layer's first matrix speaks for all that share its input; the router sees every row.
+        if name.endswith(("q_a_proj", "down_proj")):
+            self.record(x, input_name(name))
+        elif name.endswith(".mlp.gate") or name.endswith(".mlp.gate_proj"):
+            self.record(x, name.rpartition(".")[0] + ".input")
+        return super().linear(x, name)
+
+    def rms(self, x, name):
+        normed = super().rms(x, name)
+        if name == "model.norm.weight":
+            self.record(normed, "lm_head.input")
+        return normed
+
+    def calibration(self, tokens):
+        """Mean squares of each column, drawn towards those of all."""
+        self.squares = {}
+        self.run(tokens)
+        for name, squares in self.squares.items():
+            squares = np.concatenate(squares)
+            sums = squares.sum(0) + PRIOR_ROWS * squares.mean()
+            yield name, (sums / (len(squares) + PRIOR_ROWS)).astype("<f4")
+
+
+def model_shape(config):
+    names = "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"
+    fields = {name: config[name] for name in names}
+    fields |= {"layers": config["num_hidden_layers"], "experts": config["n_routed_experts"]}
+    fields |= {"top_k": config["num_experts_per_tok"]}
+    return ", ".join(f"{name} {value}" for name, value in fields.items())
+
+
+def write_calibration(model, path):
+    """Of the reference tokens but the last, which nothing is predicted behind."""
+    config, weights = read_model(model)
+    tokens = json.loads((model / "ref.json").read_text())["full_ids"][:-1]
+    means = Recorder(config, weights).calibration(tokens)
+    tensors = {name: ("F32", mean.shape, mean.tobytes()) for name, mean in means}
+    write_safetensors(path, tensors, {"colibri.calibration": model_shape(config)})
+
+
+# --- The container ------------------------------------------------------------------------------
 
 
 def container_entries(name, form, dtype, array, stored, choose):
@@ -133,7 +206,9 @@ def convert(source, target, changes):
     forms = DEFAULTS | changes
     forms = {"o-proj": forms["attention"], "kv-b": forms["attention"]} | forms
     forms = {"mtp-experts": forms["mtp"]} | forms
-    choose = {"abs-max": None, "search": search}[forms.pop("scales", "abs-max")]
+    rule, means = {"abs-max": None, "search": search}[forms.pop("scales", "abs-max")], {}
+    if "calibration" in forms:
+        means = read_safetensors(forms.pop("calibration"))
     layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
     shards = [read_safetensors(path) for path in sorted(source.glob("*.safetensors"))]
     stored = {name: tensor for shard in shards for name, tensor in shard.items()}
@@ -148,6 +223,8 @@ def convert(source, target, changes):
                 continue
             kind = class_of(name, family) if array.ndim == 2 else None
             form = forms[kind] if kind else None
+            known = means.get(input_name(name))
+            choose = functools.partial(rule, importance=known[1]) if known else rule
             entries = container_entries(name, form, dtype, array, stored, choose)
             families.setdefault(family, {}).update(entries)
             shape = array.shape[0], array.shape[-1] * (2 if dtype == "U8" else 1)
@@ -172,6 +249,8 @@ def convert(source, target, changes):
 # --- Fixtures -----------------------------------------------------------------------------------
 
 ALL_FP8 = dict.fromkeys((*DEFAULTS, "mtp-experts"), "fp8-e4m3-b128")
+CALIBRATION = "convert/a_seed.calibration"
+CALIBRATED = {"calibration": CALIBRATION}
 CASES = [
     ("h_mtp", {}),
     ("h_mtp", {"mtp": "int8-row", "mtp-experts": "int4-row", ROUTED: "int4-g16"}),
@@ -186,6 +265,7 @@ CASES = [
     ("formats/hf-nvfp4", {ROUTED: "int4-g16"}),
     ("h_mtp", {"scales": "search"}),
     ("g_bf16_sharded", {"o-proj": "int4-row", "dense": "int3-g64", "scales": "search"}),
+    ("a_seed", {"io": "int4-g32", "dense": "int3-g64", "scales": "search"} | CALIBRATED),
 ]
 
 
@@ -199,7 +279,8 @@ def fnv1a64(data):
 def file_cases(fixtures):
     for source, changes in CASES:
         with tempfile.TemporaryDirectory() as target:
-            names = convert(fixtures / source, Path(target), changes)
+            paths = {key: fixtures / changes[key] for key in CALIBRATED if key in changes}
+            names = convert(fixtures / source, Path(target), changes | paths)
             data = {name: (Path(target) / name).read_bytes() for name in names}
         files = {name: [len(bytes), fnv1a64(bytes)] for name, bytes in data.items()}
         yield {"source": source, "formats": changes, "files": files}
@@ -237,6 +318,10 @@ def encode_cases():
         w = decode(form, rows, cols, weights, scales, scalar)
         encoded = {to: [part.hex() for part in encode(to, w)[:2]] for to in forms}
         searched = {to: [part.hex() for part in encode(to, w, search)[:2]] for to in forms}
+        importance = np.square(np.random.default_rng(cols).standard_normal(cols)).astype("<f4")
+        weighing = functools.partial(search, importance=importance)
+        weighed = {to: [part.hex() for part in encode(to, w, weighing)[:2]] for to in forms}
+        more = {"search": searched, "importance": importance.tobytes().hex(), "weighed": weighed}
         yield {
             "format": form,
             "rows": rows,
@@ -245,12 +330,13 @@ def encode_cases():
             "scales": scales.hex(),
             "scalar": f"{np.float32(scalar).view(np.uint32):08x}",
             "abs-max": encoded,
-        } | ({"search": searched} if form == "f32" else {})
+        } | (more if form == "f32" else {})
 
 
 def write_fixtures(fixtures):
     target = fixtures / "convert"
     target.mkdir(exist_ok=True)
+    write_calibration(fixtures / "a_seed", fixtures / CALIBRATION)
     for name, cases in [("encode", encode_cases()), ("files", file_cases(fixtures))]:
         lines = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)
         (target / f"{name}.json").write_text(f"[\n{lines}\n]\n")

@@ -1,14 +1,15 @@
 """What each format of weights costs: the table of the README's section on quality.
 
-    python oracle/quality_report.py BF16_CHECKPOINT TEXT [--coli target/release/coli]
+    python oracle/quality_report.py BF16_CHECKPOINT TEXT CALIBRATION [--coli target/release/coli]
 
-Converts the checkpoint to every format by both rules for scales and scores the text with `coli
-score`. KL is KL(BF16 || format) in nats a token, over the first 4096 tokens in sequences of 512: it
-tells apart what differs by less than the luck of one text. Then the model goes on after eight
-beginnings of paragraphs, with two drafts a pass. Norms and routers are F32 in all containers.
-Weights in BF16 meet float32 activations, integers 16-bit ones; the last row is the recommended
-container with its weights as F32, so that what is between it and the row of the container is what
-16-bit activations cost. Needs numpy.
+Converts the checkpoint to every format by both rules for scales, and by the search with what the
+checkpoint activates on the text CALIBRATION, and scores the text with `coli score`. KL is
+KL(BF16 || format) in nats a token, over the first 4096 tokens in sequences of 512: it tells apart
+what differs by less than the luck of one text. Then the model goes on after eight beginnings of
+paragraphs, with two drafts a pass. Norms and routers are F32 in all containers. Weights in BF16
+meet float32 activations, integers 16-bit ones; the last row is the recommended container with its
+weights as F32, so that what is between it and the row of the container is what 16-bit activations
+cost. Needs numpy.
 """
 
 import argparse
@@ -97,6 +98,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="BF16")
     parser.add_argument("text", type=Path, help="UTF-8, none of which was trained on")
+    parser.add_argument("calibration", type=Path, help="UTF-8, another text")
     parser.add_argument("--coli", default="target/release/coli", help="the engine")
     args = parser.parse_args()
     starts = prompts(args.text.read_text("utf-8"))
@@ -119,9 +121,14 @@ def main():
     row(("BF16", "BF16", "–"), args.checkpoint)
     with tempfile.TemporaryDirectory() as directory:
         target, floats = Path(directory, "container"), Path(directory, "floats")
+        means = Path(directory, "calibration")
+        words = ["--model", args.checkpoint, "--text", args.calibration, "--window", SEQUENCE]
+        coli(args.coli, "score", *words, "--calibrate", means)
+        rules = {"abs-max": ["abs-max"], "search": ["search"]}
+        rules |= {"calibrated": ["search", "--calibration", means]}
         for experts, rest in FORMATS:
-            for scales in ("abs-max", "search"):
-                flags = ["--experts", experts, "--scales", scales, "--keep-free", 0]
+            for scales, rule in rules.items():
+                flags = ["--experts", experts, "--keep-free", 0, "--scales", *rule]
                 flags += [word for kind in REST for word in ("--" + kind, rest)]
                 coli(args.coli, "convert", "--from", args.checkpoint, "--to", target, *flags)
                 row((experts, rest, scales), target)

@@ -13,6 +13,7 @@
 
 #![forbid(unsafe_code)]
 
+mod calibration;
 mod classes;
 mod encode;
 mod fetch;
@@ -21,6 +22,7 @@ mod pipeline;
 mod plan;
 mod writer;
 
+pub use calibration::{Calibration, Sums};
 pub use classes::{Class, Formats, parse_format};
 pub use encode::{Scales, encode_row};
 pub use fetch::{DEFAULT_BASE_URL, DIR_NAME, Repo};
@@ -30,6 +32,7 @@ pub use plan::{Plan, Totals};
 pub use writer::Event;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// What a model needs beside its tensors; copied as they are, where the source has them.
 pub const METADATA_FILES: [&str; 5] = [
@@ -54,6 +57,8 @@ pub struct Request {
     pub formats: Formats,
     /// How the scales of integers are chosen.
     pub scales: Scales,
+    /// By what a search weighs errors, if not all alike.
+    pub calibration: Option<Arc<Calibration>>,
     /// Whether to convert the draft head, if there is one.
     pub mtp: bool,
     /// Whether to convert the sparse-attention indexers, if there are any.
@@ -75,7 +80,9 @@ impl Request {
             .map(|class| (format!("--{}", class.name()), self.formats.of(class).to_string()));
         let parts = [on_off("draft head", self.mtp), on_off("indexers", self.indexer)];
         let repo = self.repo.iter().map(|repo| ("--repo".into(), (&*repo.name).into()));
-        let scales = ("--scales".into(), self.scales.name().into());
+        let by = |calibration: &Arc<Calibration>| format!(" by {:016x}", calibration.hash());
+        let by = self.calibration.as_ref().map(by).unwrap_or_default();
+        let scales = ("--scales".into(), self.scales.name().to_string() + &by);
         parts.into_iter().chain([scales]).chain(formats).chain(repo).collect()
     }
 }

@@ -17,7 +17,7 @@ use crate::kv::Sequence;
 use crate::moe::{self, Ahead};
 use crate::ops::{Compute, Product, Rope, Rows, Stage, rms_norm};
 use crate::safetensors::Directory;
-use crate::weights::{Layer, Mlp, Mtp, Weights};
+use crate::weights::{Input, Layer, Mlp, Mtp, Weights};
 use std::sync::Arc;
 
 /// Sees what the forward pass decides; for tests and tracing. Every method does nothing unless
@@ -28,6 +28,9 @@ pub trait Observer {
     fn hidden(&mut self, _layer: usize, _position: usize, _hidden: &[f32]) {}
     /// Routed experts of `position`, `(index, weight)` in ascending index.
     fn routed(&mut self, _layer: usize, _position: usize, _route: &[(u32, f32)]) {}
+    /// A row of activations `[cols]` that matrices of `layer` are multiplied with. That of the head
+    /// is the last that `hidden` gives.
+    fn input(&mut self, _layer: usize, _input: Input, _x: &[f32]) {}
     /// Keys that a full indexer layer kept for `position`; `None` means all up to its own.
     fn kept(&mut self, _layer: usize, _position: usize, _keys: Option<&[u32]>) {}
     /// Drafts that were run behind the first `tokens` positions, and how many of them were right.
@@ -281,6 +284,7 @@ impl Model {
         let chooses = selects && indexer::must_choose(config, batch);
         let queries = if chooses { Queries::Index } else { Queries::Heads };
         self.project(pass, queries, batch, compute, scratch);
+        self.observe_input(index, Input::Attention, &scratch.normed, batch, observers);
         let Scratch { x, delta, angles, all, stage, selection, .. } = scratch;
         let (attn, idx) = (&mut scratch.attention, &mut scratch.indexer);
         let (all, delta) = (&all[..rows], fit(delta, rows * config.hidden_size, 0.0));
@@ -379,10 +383,15 @@ impl Model {
             Mlp::Sparse(moe) => moe::sparse_forms(moe, rows),
         };
         self.norm(compute, rows, &layer.post_attention_norm, forms, scratch);
+        self.observe_input(index, Input::Mlp, &scratch.normed, batch, observers);
         let Scratch { x: residual, input, delta, positions, all, moe: moe_scratch, .. } = scratch;
         let delta = fit(delta, rows * self.config.hidden_size, 0.0);
         match &layer.mlp {
-            Mlp::Dense(ffn) => moe::dense(compute, ffn, (input, &all[..rows]), delta, moe_scratch),
+            Mlp::Dense(ffn) => {
+                let x = (&*input, &all[..rows]);
+                let show = &mut show_inputs(index, batch, observers);
+                moe::dense(compute, ffn, x, delta, moe_scratch, show);
+            }
             Mlp::Sparse(moe) => {
                 let x = (&*input, &all[..rows]);
                 moe::route(compute, moe, &self.config, positions, x, moe_scratch)?;
@@ -391,7 +400,9 @@ impl Model {
                 });
                 let (directory, x) = (&self.directory, (&*input, rows, &all[..]));
                 let ahead = (&self.config, self.ahead(index + 1, rows, residual));
-                moe::sparse(compute, moe, index, x, delta, directory, store, ahead, moe_scratch)?;
+                let show = &mut show_inputs(index, batch, observers);
+                let reads = (directory, store);
+                moe::sparse(compute, moe, index, x, delta, reads, ahead, moe_scratch, show)?;
             }
         }
         add(delta, &mut residual[..rows * self.config.hidden_size]);
@@ -402,6 +413,21 @@ impl Model {
     fn ahead<'a>(&'a self, from: usize, rows: usize, x: &'a [f32]) -> Ahead<'a> {
         let residual = &x[..rows * self.config.hidden_size];
         Ahead { layers: &self.weights.layers, from, residual }
+    }
+
+    /// Shows rows `x [T, D]` as an input of `layer`.
+    fn observe_input(
+        &self,
+        layer: usize,
+        input: Input,
+        x: &[f32],
+        batch: &[Sequence<'_>],
+        observers: &mut Observers<'_, '_>,
+    ) {
+        let width = self.config.hidden_size;
+        each_row(batch, observers, |t, _, observer| {
+            observer.input(layer, input, &x[t * width..(t + 1) * width]);
+        });
     }
 
     fn observe_hidden(
@@ -426,5 +452,19 @@ fn each_row(
 ) {
     for (sequence, observer) in batch.iter().zip(observers) {
         sequence.rows().zip(sequence.first..).for_each(|(t, position)| f(t, position, *observer));
+    }
+}
+
+/// Shows an input of row t of a batch to the observer of that row.
+fn show_inputs<'s>(
+    layer: usize,
+    batch: &'s [Sequence<'_>],
+    observers: &'s mut Observers<'_, '_>,
+) -> impl FnMut(Input, usize, &[f32]) {
+    move |input, t, x| {
+        let mut rows = batch.iter().zip(observers.iter_mut());
+        if let Some((_, observer)) = rows.find(|(sequence, _)| sequence.rows().contains(&t)) {
+            observer.input(layer, input, x);
+        }
     }
 }

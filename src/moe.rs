@@ -21,7 +21,7 @@ use crate::kernels::{Activations, Forms, add, fit};
 use crate::ops::{Compute, Product, Stage, rms_norm};
 use crate::quant::Encoded;
 use crate::safetensors::Directory;
-use crate::weights::{Ffn, Layer, Mlp, Moe};
+use crate::weights::{Ffn, Input, Layer, Mlp, Moe};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -236,6 +236,8 @@ struct Gated<'a> {
     gate: Encoded<'a>,
     up: Encoded<'a>,
     down: Encoded<'a>,
+    /// What down is multiplied with.
+    input: Input,
     /// Rows of the batch that it sees.
     tokens: &'a [u32],
     /// Rows of the pass before its own.
@@ -259,6 +261,9 @@ pub fn sparse_forms(moe: &Moe, rows: usize) -> Forms {
     (moe.experts.iter()).fold(forms, |f, e| f.and(e.gate.format).and(e.up.format))
 }
 
+/// Sees every row `[I]` that a down is multiplied with: of which, and from which row of the batch.
+pub type Show<'a> = dyn FnMut(Input, usize, &[f32]) + 'a;
+
 impl Pass {
     /// Computes `count` gated MLPs of one width over rows of `x`, in two stages. `all` is 0, 1, …,
     /// as long as the rows of the pass.
@@ -267,8 +272,8 @@ impl Pass {
         compute: &mut Compute,
         count: usize,
         mlp: impl Fn(usize) -> Gated<'a> + Sync,
-        x: &'a Activations,
-        all: &[u32],
+        (x, all): (&'a Activations, &[u32]),
+        show: &mut Show<'_>,
     ) {
         let Pass { gate_up, gated, gated_input, down } = self;
         gate_up.run(compute, 2 * count, |i| {
@@ -282,7 +287,7 @@ impl Pass {
         let most = (0..count).map(|i| mlp(i).tokens.len()).max().unwrap_or(0);
         let mut forms = Forms::of_rows(most);
         for i in 0..count {
-            let Gated { down, tokens, first, .. } = mlp(i);
+            let Gated { down, input, tokens, first, .. } = mlp(i);
             forms = forms.and(down.format);
             let gated = &mut gated[first * width..(first + tokens.len()) * width];
             compute.each_row(gated, width, |t, gate, scratch| {
@@ -291,6 +296,8 @@ impl Pass {
                 gate_up.copy_row(2 * i + 1, t, up);
                 arithmetic.run(Gate { gate, up });
             });
+            let rows = tokens.iter().zip(gated.chunks_exact(width));
+            rows.for_each(|(t, row)| show(input, *t as usize, row));
         }
         let row = |t: usize| &gated[t * width..(t + 1) * width];
         compute.prepare(rows, width, forms, row, gated_input);
@@ -304,9 +311,17 @@ impl Pass {
 
 /// The MLP of a dense layer, or a shared expert, over all rows; its result is the only one of the
 /// pass. `x [T, D]`, `all` is 0 … T−1.
-fn run_ffn(compute: &mut Compute, ffn: &Ffn, (x, all): (&Activations, &[u32]), pass: &mut Pass) {
+fn run_ffn(
+    compute: &mut Compute,
+    ffn: &Ffn,
+    input: Input,
+    (x, all): (&Activations, &[u32]),
+    pass: &mut Pass,
+    show: &mut Show<'_>,
+) {
     let [gate, up, down] = [&ffn.gate, &ffn.up, &ffn.down].map(|matrix| matrix.encoded());
-    pass.run(compute, 1, |_| Gated { gate, up, down, tokens: all, first: 0 }, x, all);
+    let mlp = |_| Gated { gate, up, down, input, tokens: all, first: 0 };
+    pass.run(compute, 1, mlp, (x, all), show);
 }
 
 /// The MLP of a dense layer: `x [T, D]` to `out [T, D]`.
@@ -316,8 +331,9 @@ pub fn dense(
     x: (&Activations, &[u32]),
     out: &mut [f32],
     scratch: &mut Scratch,
+    show: &mut Show<'_>,
 ) {
-    run_ffn(compute, ffn, x, &mut scratch.pass);
+    run_ffn(compute, ffn, Input::DenseDown, x, &mut scratch.pass, show);
     scratch.pass.down.copy(compute, 0, out);
 }
 
@@ -457,10 +473,10 @@ pub fn sparse(
     layer: usize,
     (x, rows, all): (&Activations, usize, &[u32]),
     out: &mut [f32],
-    directory: &Arc<Directory>,
-    store: &mut ExpertStore,
+    (directory, store): (&Arc<Directory>, &mut ExpertStore),
     (config, ahead): (&Config, Ahead<'_>),
     scratch: &mut Scratch,
+    show: &mut Show<'_>,
 ) -> Result<()> {
     let hidden = out.len() / rows;
     let Scratch { routes, gathered, pass, results, guess, .. } = scratch;
@@ -487,13 +503,13 @@ pub fn sparse(
         } else if asked == wanted.len() {
             guess.run(compute, config, (ahead, all), (directory, store));
         }
-        turn.run(compute, store, (x, all), pass, results)?;
+        turn.run(compute, store, (x, all), pass, results, show)?;
         turn.add_up(compute, routes, results, out);
         store.give_up(layer, &wanted[..count]);
         index += count;
     }
     if let Some(shared) = &moe.shared {
-        run_ffn(compute, shared, (x, &all[..rows]), pass);
+        run_ffn(compute, shared, Input::SharedDown, (x, &all[..rows]), pass, show);
         let down = &pass.down;
         compute.each_row(out, hidden, |t, out, _| {
             down.each_run(0, t, |first, x| add(x, &mut out[first..first + x.len()]));
@@ -523,6 +539,7 @@ impl Turn<'_> {
         (x, all): (&Activations, &[u32]),
         pass: &mut Pass,
         results: &mut Results,
+        show: &mut Show<'_>,
     ) -> Result<()> {
         let Turn { layer, moe, gathered, hidden, .. } = *self;
         let Results { rows, left, here } = results;
@@ -550,10 +567,11 @@ impl Turn<'_> {
                 let (at, first) = here[i];
                 let e = gathered.experts[at] as usize;
                 let expert = store.expert((layer, e), &moe.experts[e]);
-                let tokens = gathered.tokens(at);
-                Gated { gate: expert.gate, up: expert.up, down: expert.down, tokens, first }
+                let (tokens, input) = (gathered.tokens(at), Input::ExpertDown(e as u32));
+                let (gate, up, down) = (expert.gate, expert.up, expert.down);
+                Gated { gate, up, down, input, tokens, first }
             };
-            pass.run(compute, here.len(), mlp, x, all);
+            pass.run(compute, here.len(), mlp, (x, all), show);
             for (i, (at, _)) in here.iter().enumerate() {
                 let rows = &mut rows[self.first_row(*at) * hidden..];
                 let rows = &mut rows[..gathered.tokens(*at).len() * hidden];

@@ -142,8 +142,8 @@ impl Pool {
         let (data, scratch) = (Base(data.as_mut_ptr()), Base(scratch.as_mut_ptr()));
         self.run(&|worker| {
             // SAFETY: `run` calls this at most once per worker index, each below the asserted
-            // length of `scratch`, and returns before the borrow of `scratch` ends: no other reference to
-            // this element exists.
+            // length of `scratch`, and returns before the borrow of `scratch` ends: no other
+            // reference to this element exists.
             let scratch = unsafe { &mut *scratch.at(worker) };
             for owner in (0..threads).map(|i| (worker + i) % threads) {
                 loop {

@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use dtype::Dtype;
-pub use header::STAMP_KEY;
+pub use header::{CALIBRATION_KEY, STAMP_KEY};
 pub use mirror::Mirror;
 
 /// Most tensors of one model; GLM-5.2 has about 118,500. Bounds the memory of the index.
@@ -115,6 +115,7 @@ pub struct Directory {
     index: HashMap<Arc<str>, u32>,
     /// Tensor name to format name, from the shards' `colibri.fmt` metadata.
     stamps: HashMap<String, String>,
+    calibration: Option<String>,
 }
 
 impl Directory {
@@ -140,6 +141,7 @@ impl Directory {
             tensors: Vec::new(),
             index: HashMap::new(),
             stamps: HashMap::new(),
+            calibration: None,
         };
         sys::raise_file_limit(files_needed(paths.len())).context(|| dir.display())?;
         for path in paths {
@@ -218,11 +220,19 @@ impl Directory {
         self.stamps.get(name).map(String::as_str)
     }
 
+    /// The shape of the model that a calibration file was made with (metadata
+    /// `colibri.calibration`), if any.
+    pub fn calibration(&self) -> Option<&str> {
+        self.calibration.as_deref()
+    }
+
     fn add_shard(&mut self, path: &Path) -> Result<()> {
         let file = Shard::open(path)?;
-        let Header { entries, data_start, stamps } = header::read(&file.file, file.bytes)?;
+        let Header { entries, data_start, stamps, calibration } =
+            header::read(&file.file, file.bytes)?;
         let shard = u32::try_from(self.shards.len()).expect("the number of shards is capped");
         self.shards.push(file);
+        self.calibration = calibration.or(self.calibration.take());
         if self.tensors.len() + entries.len() > TENSORS_MAX {
             bail!("more than {TENSORS_MAX} tensors in the shards up to this one");
         }

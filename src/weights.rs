@@ -26,8 +26,10 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 mod expert;
+mod input;
 mod source;
 pub use expert::{Expert, ExpertSource, Progress};
+pub use input::Input;
 pub use source::{MatrixSource, Span};
 
 /// One weight matrix `[rows, cols]`: its place on disk and, once loaded, its bytes as stored.

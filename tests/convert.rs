@@ -3,7 +3,7 @@
 
 mod common;
 
-use colibri::convert::{FILE_NAME, Scales, encode_row};
+use colibri::convert::{FILE_NAME, encode_row};
 use colibri::engine::Options;
 use colibri::json::Value;
 use colibri::model::Unobserved;
@@ -55,6 +55,11 @@ fn bytes_of_hex(hex: &str) -> Vec<u8> {
     (0..hex.len()).step_by(2).map(byte).collect()
 }
 
+fn floats_of_hex(hex: &str) -> Vec<f32> {
+    let bytes = bytes_of_hex(hex);
+    bytes.as_chunks::<4>().0.iter().map(|word| f32::from_le_bytes(*word)).collect()
+}
+
 fn string<'a>(value: &'a Value, key: &str) -> &'a str {
     value.get(key).unwrap().as_str().unwrap()
 }
@@ -92,7 +97,7 @@ fn contents(dir: &Path) -> BTreeMap<String, Vec<u8>> {
     names.map(|name| (name.clone(), fs::read(dir.join(&name)).unwrap())).collect()
 }
 
-/// Rows in a format, by either rule.
+/// Rows in a format, by any rule.
 struct Rows {
     format: Format,
     cols: usize,
@@ -101,14 +106,14 @@ struct Rows {
 }
 
 impl Rows {
-    fn encode(format: Format, rule: Scales, rows: &[Vec<f32>]) -> Rows {
+    fn encode(format: Format, importance: Option<&[f32]>, rows: &[Vec<f32>]) -> Rows {
         let cols = rows[0].len();
         let mut weights = vec![0xaa; rows.len() * format.row_bytes(cols)];
         let mut scales = vec![0xaa; format.scale_bytes(rows.len(), cols)];
         let weight_rows = weights.chunks_mut(format.row_bytes(cols));
         let scale_rows = scales.chunks_mut(format.scale_bytes(1, cols));
         for ((row, weights), scales) in rows.iter().zip(weight_rows).zip(scale_rows) {
-            assert!(encode_row(format, rule, row, weights, scales));
+            assert!(encode_row(format, importance, row, weights, scales));
         }
         Rows { format, cols, weights, scales }
     }
@@ -130,16 +135,18 @@ fn decode(matrix: &Encoded<'_>) -> Vec<Vec<f32>> {
     rows
 }
 
-/// Σ(w − decoded)² of each row.
-fn squared_errors(rows: &[Vec<f32>], decoded: &[Vec<f32>]) -> Vec<f64> {
-    let square = |(a, b): (&f32, &f32)| (*a as f64 - *b as f64).powi(2);
-    let row = |(a, b): (&Vec<f32>, &Vec<f32>)| a.iter().zip(b).map(square).sum();
+/// Σ importance · (w − decoded)² of each row.
+fn squared_errors(rows: &[Vec<f32>], decoded: &[Vec<f32>], importance: &[f32]) -> Vec<f64> {
+    let square =
+        |((a, b), count): ((&f32, &f32), &f32)| (*a as f64 - *b as f64).powi(2) * *count as f64;
+    let row = |(a, b): (&Vec<f32>, &Vec<f32>)| a.iter().zip(b).zip(importance).map(square).sum();
     rows.iter().zip(decoded).map(row).collect()
 }
 
-/// By the largest weight, too, within half a step; searched for, never worse than that.
+/// By the largest weight, too, within half a step; searched for, never worse than that by what was
+/// searched for.
 #[test]
-fn every_encoding_becomes_every_format_to_the_byte_by_either_rule() {
+fn every_encoding_becomes_every_format_to_the_byte_by_every_rule() {
     let cases = read_json(&fixture("convert/encode.json"));
     let mut seen = 0;
     for case in cases.as_array().unwrap() {
@@ -150,19 +157,24 @@ fn every_encoding_becomes_every_format_to_the_byte_by_either_rule() {
         let format = format_named(string(case, "format"));
         let (weights, scales) = (&weights[..], &scales[..]);
         let source = decode(&Encoded { format, rows, cols, weights, scales, scalar });
-        for rule in [Scales::AbsMax, Scales::Search] {
-            let wanted = case.get(rule.name()).and_then(Value::as_object).unwrap_or_default();
+        let known =
+            case.get("importance").map_or(vec![], |hex| floats_of_hex(hex.as_str().unwrap()));
+        let ones = vec![1.0; cols];
+        let rules = [("abs-max", None), ("search", Some(&ones[..])), ("weighed", Some(&known[..]))];
+        for (rule, importance) in rules {
+            let wanted = case.get(rule).and_then(Value::as_object).unwrap_or_default();
             for (name, want) in wanted {
                 let to = format_named(name);
                 let want: Vec<&str> =
                     want.as_array().unwrap().iter().map(|hex| hex.as_str().unwrap()).collect();
-                let got = Rows::encode(to, rule, &source);
-                let case = format!("{format} [{rows}, {cols}] to {to}, {}", rule.name());
+                let got = Rows::encode(to, importance, &source);
+                let case = format!("{format} [{rows}, {cols}] to {to}, {rule}");
                 assert!(got.weights == bytes_of_hex(want[0]), "{case}: weights");
                 assert!(got.scales == bytes_of_hex(want[1]), "{case}: scales");
-                let plain = Rows::encode(to, Scales::AbsMax, &source);
+                let plain = Rows::encode(to, None, &source);
+                let counts = importance.unwrap_or(&ones);
                 let [found, bound] =
-                    [&got, &plain].map(|rows| squared_errors(&source, &rows.decode()));
+                    [&got, &plain].map(|rows| squared_errors(&source, &rows.decode(), counts));
                 // The order of a sum in f32 may turn what is nearly equal.
                 assert!(found.iter().zip(&bound).all(|(a, b)| *a <= b * 1.00001), "{case}");
                 for (row, decoded) in plain.decode().iter().enumerate() {
@@ -177,7 +189,7 @@ fn every_encoding_becomes_every_format_to_the_byte_by_either_rule() {
             }
         }
     }
-    assert_eq!(seen, (5 * 4 + 3) * 11 + 5 * 11, "cases");
+    assert_eq!(seen, (5 * 4 + 3) * 11 + 2 * 5 * 11, "cases");
 }
 
 /// Of weights that are normally distributed no 2ⁿ evenly spaced levels have less error than these
@@ -194,12 +206,13 @@ fn scales_that_were_searched_for_come_near_the_best_levels_of_a_normal_distribut
     };
     let rows: Vec<Vec<f32>> = (0..16).map(|_| (0..6144).map(|_| normal()).collect()).collect();
     let variance: f64 = rows.iter().flatten().map(|value| (*value as f64).powi(2)).sum();
-    let part = |format, rule| {
-        let errors = squared_errors(&rows, &Rows::encode(format, rule, &rows).decode());
+    let ones = [1.0; 6144];
+    let part = |importance| {
+        let decoded = Rows::encode(Format::Int4Row, importance, &rows).decode();
+        let errors = squared_errors(&rows, &decoded, &ones);
         errors.iter().sum::<f64>() / variance
     };
-    let (searched, plain) =
-        (part(Format::Int4Row, Scales::Search), part(Format::Int4Row, Scales::AbsMax));
+    let (searched, plain) = (part(Some(&ones)), part(None));
     assert!((0.01154..0.0121).contains(&searched), "{searched}");
     assert!(plain > 2.0 * searched, "{plain}");
 }
@@ -207,11 +220,11 @@ fn scales_that_were_searched_for_come_near_the_best_levels_of_a_normal_distribut
 #[test]
 fn a_weight_that_is_not_finite_is_seen_in_every_group_of_every_format() {
     for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        for (format, rule) in [
-            (Format::Int8Row, Scales::AbsMax),
-            (Format::Int4Row, Scales::AbsMax),
-            (Format::Int4Group(16), Scales::Search),
-            (Format::Int3Group64, Scales::Search),
+        for (format, importance) in [
+            (Format::Int8Row, None),
+            (Format::Int4Row, None),
+            (Format::Int4Group(16), Some(&[1.0; 99][..])),
+            (Format::Int3Group64, Some(&[1.0; 99])),
         ] {
             for at in 0..99 {
                 let mut row = [1.0; 99];
@@ -219,7 +232,7 @@ fn a_weight_that_is_not_finite_is_seen_in_every_group_of_every_format() {
                 let mut weights = vec![0; format.row_bytes(99)];
                 let mut scales = vec![0; format.scale_bytes(1, 99)];
                 assert!(
-                    !encode_row(format, rule, &row, &mut weights, &mut scales),
+                    !encode_row(format, importance, &row, &mut weights, &mut scales),
                     "{format}, {at}"
                 );
             }
@@ -236,7 +249,9 @@ fn checkpoints_become_the_files_of_an_independent_converter() {
         let (dir, name) = (TempDir::new(&format!("convert-files-{i}")), string(case, "source"));
         let formats = case.get("formats").unwrap().as_object().unwrap().iter();
         let flags = formats.flat_map(|(class, format)| {
-            [format!("--{class}"), format.as_str().unwrap().to_string()]
+            let value = format.as_str().unwrap();
+            let file = || fixture(value).display().to_string();
+            [format!("--{class}"), if class == "calibration" { file() } else { value.into() }]
         });
         let flags: Vec<String> = flags.collect();
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
@@ -632,4 +647,77 @@ fn a_record_that_is_none_is_refused() {
         let message = refusal(convert(&fixture(SOURCE), &to.0, &[]));
         assert!(message.contains(FILE_NAME) && message.contains(why), "{message}");
     }
+}
+
+/// The bytes of a safetensors file whose header has other words.
+fn with_header(bytes: &[u8], changes: &[(&str, &str)]) -> Vec<u8> {
+    let data_start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header = String::from_utf8(bytes[8..data_start].to_vec()).unwrap();
+    for (from, to) in changes {
+        assert!(header.contains(from), "{from}");
+        header = header.replacen(from, to, 1);
+    }
+    let length = (header.len() as u64).to_le_bytes();
+    [&length, header.as_bytes(), &bytes[data_start..]].concat()
+}
+
+#[test]
+fn a_calibration_of_another_model_or_with_other_bytes_is_refused_by_name() {
+    let (dir, good) = (TempDir::new("convert-calibration"), fixture("convert/a_seed.calibration"));
+    let (file, to, from) = (dir.0.join("bad"), dir.0.join("to"), fixture("a_seed"));
+    let bytes = fs::read(&good).unwrap();
+    let ending = |value: f32| [&bytes[..bytes.len() - 4], &value.to_le_bytes()].concat();
+    let narrow = [("lm_head.input", "x"), ("model.layers.0.mlp.down_proj.input", "lm_head.input")];
+    for (bad, why) in [
+        (with_header(&bytes, &[("layers 5", "layers 6")]), "top_k 2, not vocab_size 256, "),
+        (with_header(&bytes, &[("colibri.cal", "colibri.gal")]), "not a calibration: no colibri"),
+        (with_header(&bytes, &[("F32", "U32")]), "expected a vector F32, found U32 ["),
+        (with_header(&bytes, &narrow), "lm_head.input: expected 128 columns, found 64"),
+        (ending(-1.0), "-1 is no mean of squares"),
+        (ending(f32::NAN), "NaN is no mean of squares"),
+        (bytes[..bytes.len() - 4].to_vec(), "bytes of data: it is truncated"),
+        (bytes[..4].to_vec(), "at least 8 bytes of header length"),
+        (fs::read(from.join("config.json")).unwrap(), "reaches beyond the file"),
+    ] {
+        fs::write(&file, bad).unwrap();
+        let flags = ["--scales", "search", "--calibration", file.to_str().unwrap()];
+        let message = refusal(convert(&from, &to, &flags));
+        assert!(message.contains(why), "{message}");
+        let name = if why.contains("columns") { "tensor lm_head.weight" } else { "/bad: " };
+        assert!(message.contains(name) && !to.exists(), "{message}");
+    }
+    let output = convert(&from, &to, &["--calibration", good.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(2), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Of 105 matrices, nothing is known of the embedding, of q_b, kv_b, o and wq_b in five layers, and
+/// of the downs of six experts that no token chose.
+#[test]
+fn a_conversion_goes_on_with_the_calibration_that_it_was_begun_with() {
+    let dir = TempDir::new("convert-calibrated");
+    let (other, to, from) = (dir.0.join("other"), dir.0.join("to"), fixture("a_seed"));
+    let good = fixture("convert/a_seed.calibration");
+    let mut bytes = fs::read(&good).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&other, bytes).unwrap();
+    let flags = |file: &Path| {
+        ["--scales", "search", "--calibration", file.to_str().unwrap()].map(String::from)
+    };
+    let run = |flags: &[String]| {
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        convert(&from, &to, &flags)
+    };
+    let output = run(&flags(&good));
+    let plan = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        output.status.success() && plan.contains("  78 of 105 matrices by the calibration"),
+        "{plan}"
+    );
+    let before = finished(&to);
+    for flags in [&flags(&other)[..], &flags(&good)[..2]] {
+        let message = refusal(run(flags));
+        assert!(message.contains("begun with --scales search by "), "{message}");
+    }
+    assert!(run(&flags(&good)).status.success());
+    assert_eq!(finished(&to), before);
 }

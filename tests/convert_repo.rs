@@ -292,6 +292,7 @@ fn announced(server: &Server, to: &Path, more: &[&str]) -> (u64, u64) {
         to: to.to_path_buf(),
         formats,
         scales: Scales::AbsMax,
+        calibration: None,
         mtp: is_on,
         indexer: is_on,
         keep_free_bytes: 0,

@@ -7,7 +7,10 @@ use colibri::engine::Options;
 use colibri::json::{self, Limits, Value, to_compact};
 use colibri::model::Unobserved;
 use colibri::tokenizer::{Special, Tokenizer};
-use common::{TempDir, all_logits, fixture, full_ids, open, read_floats, read_json};
+use common::{
+    TempDir, all_logits, fixture, full_ids, open, read_floats, read_json, read_safetensors,
+};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -323,6 +326,8 @@ fn texts_and_flags_that_score_nothing_are_refused() {
         (&[], 2, "exactly one of --text FILE and --tasks FILE"),
         (&["--text", &one, "--tasks", &one], 2, "exactly one of"),
         (&["--tasks", &one, "--stride", "2"], 2, "no effect on --tasks"),
+        (&["--tasks", &one, "--calibrate", "out"], 2, "--calibrate needs a --text"),
+        (&["--text", &one, "--calibrate", "none/out"], 1, "none/out: No such file"),
         (&["--text", &one, "--window", "2"], 2, "--window: expected a number from 3"),
         (&["--text", &one, "--ctx", "1"], 1, "2 tokens do not fit the context of 1"),
         (&["--text", &one, "--no-prefix", "--window", "1"], 2, "a number from 2"),
@@ -337,4 +342,34 @@ fn texts_and_flags_that_score_nothing_are_refused() {
     // With the prefix in front one token is enough.
     let value = scored(&demo(), &["--text", &one]);
     assert_eq!(value.get("tokens").unwrap().as_u64(), Some(1));
+}
+
+/// Those of `oracle/convert.py`, which computes in float64. Each row counts once, whatever batch it
+/// is in, wherever its experts are.
+#[test]
+fn a_calibration_has_the_mean_squares_of_the_reference_however_it_is_computed() {
+    let (dir, text) = a_seed_with_letters("score-calibrate");
+    let means = |path: &Path| -> BTreeMap<String, Vec<f32>> {
+        let floats = |bytes: &[u8]| {
+            bytes.as_chunks::<4>().0.iter().map(|word| f32::from_le_bytes(*word)).collect()
+        };
+        let tensors = read_safetensors(path).into_iter();
+        tensors.map(|tensor| (tensor.name, floats(&tensor.bytes))).collect()
+    };
+    let out = dir.0.join("calibration");
+    let flags = ["--text", &text, "--calibrate", out.to_str().unwrap()];
+    scored(&dir.0, &[&flags[..], &["--threads", "1"]].concat());
+    let (got, want) = (means(&out), means(&fixture("convert").join("a_seed.calibration")));
+    assert_eq!(got.keys().collect::<Vec<_>>(), want.keys().collect::<Vec<_>>());
+    for (name, want) in &want {
+        assert_eq!(got[name].len(), want.len(), "{name}");
+        for (got, want) in got[name].iter().zip(want) {
+            assert!((got - want).abs() <= 1e-5 * want, "{name}: {got} against {want}");
+        }
+    }
+    let once = std::fs::read(&out).unwrap();
+    for more in [["--threads", "2"], ["--chunk", "3"], ["--cap", "1"]] {
+        scored(&dir.0, &[&flags[..], &more].concat());
+        assert!(std::fs::read(&out).unwrap() == once, "{more:?}");
+    }
 }

@@ -9,15 +9,17 @@ use super::info::draft_head_warning;
 use super::load::{Bar, usage};
 use super::{Args, Flag, Verb, note, print_text};
 use crate::bail;
+use crate::config::Config;
 use crate::convert::{
-    self, Class, DEFAULT_BASE_URL, DIR_NAME, Event, Formats, Plan, Repo, Request, Scales, Speed,
-    Totals, parse_format,
+    self, Calibration, Class, DEFAULT_BASE_URL, DIR_NAME, Event, Formats, Plan, Repo, Request,
+    Scales, Speed, Totals, parse_format,
 };
 use crate::cpu;
 use crate::error::{Error, Result};
 use crate::plan::gb;
 use crate::sys;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// The verb's table entry.
@@ -42,6 +44,7 @@ pub const VERB: Verb = Verb {
         Flag::value(MTP, "FORMAT", "draft head (default int8), or off"),
         Flag::value("--mtp-experts", "FORMAT", "its routed experts (default as --mtp)"),
         Flag::value(SCALES, "RULE", "abs-max, or search: least squared error (default abs-max)"),
+        Flag::value(CALIBRATION, "FILE", "what score --calibrate wrote: weighs a search"),
         Flag::value("--keep-free", "GB", "room that stays free on the drive (default 10)"),
         Flag::switch("--delete-source", "delete each shard once all made of it is verified"),
         Flag::switch("--dry-run", "print the plan and stop"),
@@ -56,15 +59,20 @@ const MTP: &str = "--mtp";
 const REPO: &str = "--repo";
 const BASE_URL: &str = "--base-url";
 const SCALES: &str = "--scales";
+const CALIBRATION: &str = "--calibration";
 
 /// Gigabytes that are kept free unless told otherwise.
 const KEEP_FREE_GB: f64 = 10.0;
 
 fn run(args: &Args) -> Result<()> {
-    let request = request(args)?;
+    let mut request = request(args)?;
     if let Some(repo) = &request.repo {
         let mut bar = Bar::new("fetching headers");
         repo.prepare(&request, |done, all| bar.show(done, all, || format!("{done} of {all}")))?;
+    }
+    if let Some(path) = args.get(CALIBRATION) {
+        let config = Config::load(&request.from)?;
+        request.calibration = Some(Arc::new(Calibration::read(Path::new(path), &config)?));
     }
     let plan = Plan::new(&request)?;
     let free = free_bytes(&request.to);
@@ -173,12 +181,17 @@ fn request(args: &Args) -> Result<Request> {
         None => args.required("--from")?.into(),
     };
     let scales = Scales::parse(args.get(SCALES).unwrap_or("abs-max"));
+    let scales = scales.map_err(|error| usage(SCALES, error))?;
+    if args.has(CALIBRATION) && scales != Scales::Search {
+        return Err(Error::usage(format!("{CALIBRATION} needs {SCALES} search")));
+    }
     let keep_free_gb = args.number("--keep-free", 0.0..=1e6)?.unwrap_or(KEEP_FREE_GB);
     Ok(Request {
         from,
         to,
         formats,
-        scales: scales.map_err(|error| usage(SCALES, error))?,
+        scales,
+        calibration: None,
         mtp: is_on(MTP),
         indexer: is_on(INDEXER),
         keep_free_bytes: (keep_free_gb * 1e9).round() as u64,
@@ -235,6 +248,11 @@ fn describe(plan: &Plan, request: &Request, free: Option<u64>) -> String {
             text +=
                 &format!("  {name:11}  {format:13}  {tensors:6} tensors  {read} to {written}\n");
         }
+    }
+    if let Some(calibration) = &request.calibration {
+        let (weighed, searched) = plan.searched(calibration);
+        text +=
+            &format!("  {weighed} of {searched} matrices by the calibration, the others plain\n");
     }
     let head_format = request.formats.of(Class::Mtp);
     if let Some(warning) = draft_head_warning(head_format)

@@ -5,6 +5,7 @@
 use super::{Args, Flag, note, print_text};
 use crate::bail;
 use crate::config::Config;
+use crate::convert::Sums;
 use crate::cpu::Isa;
 use crate::disk::Direct;
 use crate::draft::DRAFTS_MAX;
@@ -19,6 +20,7 @@ use crate::object;
 use crate::plan::{Limit, gb};
 use crate::safetensors::Directory;
 use crate::sys;
+use crate::weights::Input;
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -231,6 +233,8 @@ pub fn resumed(file: &Path, restored: &Restored) -> String {
 pub struct Watch<'a> {
     engine: &'a Engine,
     trace: Option<Writer>,
+    /// Sums of squared activations, if they are wanted.
+    pub calibration: Option<Sums>,
     bar: Bar,
     tokens: usize,
     layers: usize,
@@ -247,7 +251,8 @@ impl<'a> Watch<'a> {
     pub fn new(engine: &'a Engine, tokens: usize) -> Watch<'a> {
         let layers = engine.config().num_layers;
         let bar = Bar::new("running");
-        Watch { engine, trace: None, bar, tokens, layers, start: 0, steps: 0, first: None }
+        let (trace, calibration, first) = (None, None, None);
+        Watch { engine, trace, calibration, bar, tokens, layers, start: 0, steps: 0, first }
     }
 
     /// The first `kept` positions are in the cache already.
@@ -288,7 +293,10 @@ impl<'a> Watch<'a> {
 }
 
 impl Observer for Watch<'_> {
-    fn hidden(&mut self, layer: usize, position: usize, _hidden: &[f32]) {
+    fn hidden(&mut self, layer: usize, position: usize, hidden: &[f32]) {
+        if layer > self.layers {
+            self.input(layer, Input::Head, hidden);
+        }
         // Positions behind the prompt are the reply's: its text owns the line by then.
         if (1..=self.layers).contains(&layer) && self.start + position < self.tokens {
             self.steps += 1;
@@ -307,6 +315,12 @@ impl Observer for Watch<'_> {
         if self.first.is_none() {
             self.first = Some(Instant::now());
             self.bar.clear();
+        }
+    }
+
+    fn input(&mut self, layer: usize, input: Input, x: &[f32]) {
+        if let Some(sums) = &mut self.calibration {
+            sums.add(layer, input, x);
         }
     }
 

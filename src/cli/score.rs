@@ -17,6 +17,7 @@
 use super::load::{Setup, Watch, count, object, print_json};
 use super::{Args, Flag, Verb, load, print_text};
 use crate::bail;
+use crate::convert::Sums;
 use crate::engine::{Engine, Session};
 use crate::error::{Context, Error, Result};
 use crate::json::{self, Limits, Value, to_compact};
@@ -41,11 +42,14 @@ pub const VERB: Verb = Verb {
             Flag::value("--window", "N", "tokens the model sees at once (default: the context)"),
             Flag::value("--stride", "N", "tokens between windows (default: half of one)"),
             Flag::value("--tasks", "FILE", "or lines of {\"ctx\",\"choices\",\"gold\"}: accuracy"),
+            Flag::value(CALIBRATE, "OUT", "file for convert --calibration: what --text activates"),
             Flag::switch("--no-prefix", "do not put [gMASK]<sop> in front"),
         ],
     ],
     run,
 };
+
+const CALIBRATE: &str = "--calibrate";
 
 /// Longest text or task file.
 const FILE_BYTES_MAX: usize = 256 << 20;
@@ -58,6 +62,9 @@ fn run(args: &Args) -> Result<()> {
         (Some(path), None) => score_text(args, path, &Input::new(args)?),
         (None, Some(_)) if args.has("--window") || args.has("--stride") => {
             Err(Error::usage("--window and --stride have no effect on --tasks"))
+        }
+        (None, Some(_)) if args.has(CALIBRATE) => {
+            Err(Error::usage(format!("{CALIBRATE} needs a --text")))
         }
         (None, Some(path)) => score_tasks(args, path, &Input::new(args)?),
         _ => Err(Error::usage("expected exactly one of --text FILE and --tasks FILE")),
@@ -152,6 +159,7 @@ fn score_text(args: &Args, path: &str, input: &Input) -> Result<()> {
     let windows = || windows(text.len(), body, stride);
     let fed_tokens = windows().map(|[start, _, end]| before + end - start - 1).sum();
     let mut scorer = Scorer::new(&engine, fed_tokens)?;
+    scorer.watch.calibration = args.get(CALIBRATE).map(|_| Sums::default());
     let (mut nll, mut tokens) = (0.0, 0);
     for [start, scored, end] in windows() {
         let sequence = [&input.prefix, &text[start..end]].concat();
@@ -162,6 +170,9 @@ fn score_text(args: &Args, path: &str, input: &Input) -> Result<()> {
         }
     }
     scorer.watch.clear();
+    if let (Some(path), Some(sums)) = (args.get(CALIBRATE), &scorer.watch.calibration) {
+        sums.write(Path::new(path), engine.config())?;
+    }
     let ppl = Value::Float((nll / tokens as f64).exp());
     input.print(args, vec![("tokens", count(tokens)), ("nll", Value::Float(nll)), ("ppl", ppl)])
 }

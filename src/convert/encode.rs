@@ -10,9 +10,10 @@
 //! That is [`Scales::AbsMax`], for which no code needs the bounds. It keeps the largest weight and
 //! gives all others a grid as coarse as that takes. [`Scales::Search`] tries this scale and 48
 //! below it, each 31/32 of the one before, and takes the one with the least Σ(w − code · scale)²,
-//! the largest of equals: it cuts off a few weights for the good of the rest. The sum has an order
-//! of its own, so that it is the same however it is computed: the square of weight i is added to
-//! the (i mod 16)th of sixteen sums, and they are added up from the first to the last.
+//! the largest of equals: it cuts off a few weights for the good of the rest. With a calibration
+//! the square of each error is multiplied by the importance of its column, which is otherwise 1.
+//! The sum has an order of its own, so that it is the same however it is computed: what weight i
+//! adds goes to the (i mod 16)th of sixteen sums, and they are added up from first to last.
 //!
 //! Bits behind a ragged end are those of the reference converter: a zero nibble of int4, code 4
 //! (which is the value zero) of int3. A value that is not finite is refused, because its row would
@@ -67,14 +68,15 @@ impl Scales {
 /// Encodes the values of one group, given their scale.
 type EncodeGroup = fn(&[f32], f32, &mut [u8]);
 
-/// Squared error of one group, given its scale.
-type GroupError = fn(&[f32], f32) -> f32;
+/// Squared error of one group, given the importance of its columns and its scale.
+type GroupError = fn(&[f32], &[f32], f32) -> f32;
 
 /// Writes `row` to `weights` and `scales`, whose sizes are those of a row in `format`: plain F32,
-/// or int8, int4 or int3 with scales. `false` when a value that needs a scale is not finite.
+/// or int8, int4 or int3 with scales. These are searched for with the `importance` of each column,
+/// or are those of the largest weights. `false` when a value that needs a scale is not finite.
 pub fn encode_row(
     format: Format,
-    rule: Scales,
+    importance: Option<&[f32]>,
     row: &[f32],
     weights: &mut [u8],
     scales: &mut [u8],
@@ -99,12 +101,13 @@ pub fn encode_row(
     };
     let groups = row.chunks(columns).zip(weights.chunks_mut(group_bytes));
     let mut is_finite = true;
-    for ((group, bytes), scale_bytes) in groups.zip(scales.as_chunks_mut::<4>().0) {
+    for (i, ((group, bytes), scale_bytes)) in groups.zip(scales.as_chunks_mut::<4>().0).enumerate()
+    {
         let largest = largest(group);
         is_finite &= largest.is_finite();
         let mut scale = (largest / f32::from(top)).max(SCALE_MIN);
-        if rule == Scales::Search {
-            scale = search(group, scale, error);
+        if let Some(importance) = importance {
+            scale = search(group, &importance[i * columns..][..group.len()], scale, error);
         }
         *scale_bytes = scale.to_le_bytes();
         encode(group, scale, bytes);
@@ -113,12 +116,12 @@ pub fn encode_row(
 }
 
 /// The scale of least error among `full`, that of the largest weight, and those below it.
-fn search(group: &[f32], full: f32, error: GroupError) -> f32 {
+fn search(group: &[f32], importance: &[f32], full: f32, error: GroupError) -> f32 {
     let mut scale = full;
-    let mut best = (full, error(group, full));
+    let mut best = (full, error(group, importance, full));
     for _ in 0..SHRINKS {
         scale *= SHRINK;
-        let error = error(group, scale);
+        let error = error(group, importance, scale);
         if error < best.1 {
             best = (scale, error);
         }
@@ -126,16 +129,19 @@ fn search(group: &[f32], full: f32, error: GroupError) -> f32 {
     best.0
 }
 
-/// Σ(w − code · scale)², in the order that the top of this file defines.
-fn error<const TOP: i8>(group: &[f32], scale: f32) -> f32 {
+/// Σ importance · (w − code · scale)², in the order that the top of this file defines.
+fn error<const TOP: i8>(group: &[f32], importance: &[f32], scale: f32) -> f32 {
     let mut sums = [0.0; LANES];
-    let add = |(sum, value): (&mut f32, &f32)| {
+    let add = |((sum, value), importance): ((&mut f32, &f32), &f32)| {
         let error = value - (shifted::<TOP>(*value, scale) - ROUND) * scale;
-        *sum += error * error;
+        *sum += error * error * importance;
     };
     let (chunks, rest) = group.as_chunks::<LANES>();
-    chunks.iter().for_each(|chunk| sums.iter_mut().zip(chunk).for_each(add));
-    sums.iter_mut().zip(rest).for_each(add);
+    let (importances, rest_importance) = importance.as_chunks::<LANES>();
+    for (chunk, importances) in chunks.iter().zip(importances) {
+        sums.iter_mut().zip(chunk).zip(importances).for_each(add);
+    }
+    sums.iter_mut().zip(rest).zip(rest_importance).for_each(add);
     sums.iter().sum()
 }
 

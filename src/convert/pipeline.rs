@@ -202,17 +202,19 @@ struct Scratch {
 }
 
 /// The encoding stage.
-struct Encoder {
+struct Encoder<'a> {
     pool: Pool,
-    rule: Scales,
+    request: &'a Request,
+    /// What columns count for that nothing is known of.
+    ones: Vec<f32>,
     scratch: Vec<Scratch>,
 }
 
-impl Encoder {
-    fn new(request: &Request) -> Encoder {
+impl Encoder<'_> {
+    fn new(request: &Request) -> Encoder<'_> {
         let pool = Pool::new(request.threads);
         let scratch = (0..pool.threads()).map(|_| Scratch::default()).collect();
-        Encoder { pool, rule: request.scales, scratch }
+        Encoder { pool, request, ones: Vec::new(), scratch }
     }
 
     fn run<'a>(
@@ -248,7 +250,12 @@ impl Encoder {
             out.extend_from_slice(bytes);
             return Ok(());
         }
-        let (cols, rule) = (source.cols, self.rule);
+        let cols = source.cols;
+        let calibration = self.request.calibration.as_ref();
+        let known = calibration.map(|known| known.importance(&source.name, cols)).transpose()?;
+        self.ones.resize(cols.max(self.ones.len()), 1.0);
+        let importance = known.flatten().unwrap_or(&self.ones[..cols]);
+        let importance = (self.request.scales == Scales::Search).then_some(importance);
         let (weights, scales) = bytes.split_at(rows * source.format.row_bytes(cols));
         let (from, scalar) = (source.format, source.scalar);
         let matrix = Encoded { format: from, rows, cols, weights, scales, scalar };
@@ -271,7 +278,7 @@ impl Encoder {
                 let row = part * part_rows + i;
                 let scales = &mut scales[i * scale_bytes..(i + 1) * scale_bytes];
                 matrix.decode_row(row, &mut scratch.row);
-                if !encode_row(format, rule, &scratch.row, weights, scales) {
+                if !encode_row(format, importance, &scratch.row, weights, scales) {
                     scratch.bad_row = Some(row);
                 }
             }

@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+use super::calibration::Calibration;
 use super::classes::{Class, Part, classify};
 use super::manifest::{FILE_NAME, Manifest, PARTIAL, Record, SourceFile, hash_header};
 use super::{METADATA_BYTES_MAX, METADATA_FILES, Request};
@@ -108,6 +109,16 @@ impl Plan {
             total.bytes_out += (tensor.weight_bytes() + tensor.scale_bytes()) as u64;
         }
         totals
+    }
+
+    /// Matrices whose scales are chosen, and how many of them a calibration says something of.
+    pub fn searched(&self, calibration: &Calibration) -> (usize, usize) {
+        let tensors = self.outputs.iter().flat_map(|output| &output.tensors);
+        let searched = tensors.filter(|t| t.format != t.source.format && t.scale_bytes() > 0);
+        searched.fold((0, 0), |(weighed, all), Tensor { source, .. }| {
+            let known = calibration.importance(&source.name, source.cols);
+            (weighed + usize::from(matches!(known, Ok(Some(_)))), all + 1)
+        })
     }
 
     /// Bytes that are left to write, headers included.
@@ -373,6 +384,9 @@ fn group(
         };
         let mut source = MatrixSource::bind(directory, name, rows, cols)?;
         let format = target_format(request, class, &source).context(context)?;
+        if let Some(calibration) = &request.calibration {
+            calibration.importance(name, cols).context(context)?;
+        }
         let group = groups.entry(key).or_default();
         source.weights.shard = key.0;
         if let Some(scales) = &mut source.scales {
@@ -438,13 +452,17 @@ fn needs_stamp(format: Format, source: &MatrixSource) -> bool {
 }
 
 /// One entry of a header.
-struct Entry {
-    dtype: Dtype,
-    name: String,
-    shape: Vec<usize>,
-    bytes: usize,
+pub struct Entry {
+    /// Type of its elements.
+    pub dtype: Dtype,
+    /// Name.
+    pub name: String,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// Length; entries follow each other without gaps.
+    pub bytes: usize,
     /// Number of its tensor, and whether it is its scales.
-    tensor: (usize, bool),
+    pub tensor: (usize, bool),
 }
 
 /// Places everything; returns the header with its length word, and the length of the file.
@@ -476,7 +494,7 @@ fn lay_out(tensors: &mut [Tensor]) -> (Vec<u8>, u64) {
             entries.push(Entry { dtype, name, shape, bytes, tensor: (i, is_scales) });
         }
     }
-    let stamps = (!stamps.is_empty()).then(|| to_compact(&object(stamps)));
+    let stamps = (!stamps.is_empty()).then(|| (STAMP_KEY, to_compact(&object(stamps))));
     entries.sort_by(|a, b| {
         (Reverse(a.dtype.size_bytes()), &a.name).cmp(&(Reverse(b.dtype.size_bytes()), &b.name))
     });
@@ -492,10 +510,10 @@ fn lay_out(tensors: &mut [Tensor]) -> (Vec<u8>, u64) {
 }
 
 /// Compact JSON, padded with spaces to a multiple of eight bytes, behind its length.
-fn header(entries: &[Entry], stamps: Option<String>) -> Vec<u8> {
+pub fn header(entries: &[Entry], metadata: Option<(&str, String)>) -> Vec<u8> {
     let mut text = String::from("{");
-    if let Some(stamps) = stamps {
-        let metadata = object(vec![(STAMP_KEY, Value::String(stamps))]);
+    if let Some((key, value)) = metadata {
+        let metadata = object(vec![(key, Value::String(value))]);
         write!(text, "\"__metadata__\":{},", to_compact(&metadata)).expect("a String takes all");
     }
     let mut offset = 0;

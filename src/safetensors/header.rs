@@ -22,6 +22,8 @@ const NAME_BYTES_MAX: usize = 1024;
 const STAMPS_MAX: usize = 4096;
 /// The metadata key of the format stamp: a JSON text, an object of tensor name to format name.
 pub const STAMP_KEY: &str = "colibri.fmt";
+/// The metadata key of a calibration file: the shape of the model that it was made with.
+pub const CALIBRATION_KEY: &str = "colibri.calibration";
 
 /// Format names a stamp may hold. Whether one fits its tensor's bytes is the resolver's question.
 const STAMP_NAMES: [&str; 9] = [
@@ -55,6 +57,8 @@ pub struct Header {
     pub data_start: u64,
     /// Tensor name and format name, in the order of the text.
     pub stamps: Vec<(String, String)>,
+    /// What [`CALIBRATION_KEY`] says.
+    pub calibration: Option<String>,
 }
 
 /// Reads and checks the header of a file of `file_bytes`; nothing is allocated before the length
@@ -85,26 +89,31 @@ pub fn read(mut file: impl Read, file_bytes: u64) -> Result<Header> {
         bail!("header at offset 8: expected {capacity} bytes, the file gave {}", text.len());
     }
     let data_start = 8 + header_bytes;
-    let (mut entries, stamps) = parse(&text).context(|| "header")?;
+    let (mut entries, Metadata { stamps, calibration }) = parse(&text).context(|| "header")?;
     for entry in &entries {
         check_size(entry).context(|| format!("tensor {}", entry.name))?;
     }
     entries.sort_by_key(|entry| (entry.begin, entry.end));
     check_tiling(&entries, file_bytes - data_start)?;
-    Ok(Header { entries, data_start, stamps })
+    Ok(Header { entries, data_start, stamps, calibration })
 }
 
-type Parsed = (Vec<Entry>, Vec<(String, String)>);
+/// What is kept of `__metadata__`.
+#[derive(Default)]
+struct Metadata {
+    stamps: Vec<(String, String)>,
+    calibration: Option<String>,
+}
 
-fn parse(text: &[u8]) -> Result<Parsed> {
+fn parse(text: &[u8]) -> Result<(Vec<Entry>, Metadata)> {
     let limits = Limits { max_bytes: text.len(), max_depth: 16, max_values: usize::MAX };
     let mut reader = Reader::new(text, limits)?;
     let mut entries = Vec::new();
-    let mut stamps = None;
+    let mut metadata = None;
     reader.object(|reader, name| {
         let at = reader.offset();
         if name == "__metadata__" {
-            if stamps.replace(parse_metadata(reader).context(|| name)?).is_some() {
+            if metadata.replace(parse_metadata(reader).context(|| name)?).is_some() {
                 return Err(reader.error_at(at, "__metadata__ occurs twice"));
             }
             return Ok(());
@@ -121,7 +130,7 @@ fn parse(text: &[u8]) -> Result<Parsed> {
         Ok(())
     })?;
     reader.finish()?;
-    Ok((entries, stamps.unwrap_or_default()))
+    Ok((entries, metadata.unwrap_or_default()))
 }
 
 fn parse_entry(reader: &mut Reader<'_>, name: &str) -> Result<Entry> {
@@ -177,9 +186,9 @@ fn parse_offsets(reader: &mut Reader<'_>) -> Result<[u64; 2]> {
     Err(reader.error_at(at, &message))
 }
 
-/// Reads `__metadata__`: the stamps are returned, entropy coding is refused, the rest is ignored.
-fn parse_metadata(reader: &mut Reader<'_>) -> Result<Vec<(String, String)>> {
-    let mut stamps = Vec::new();
+/// Reads `__metadata__`: entropy coding is refused, and what is not kept is ignored.
+fn parse_metadata(reader: &mut Reader<'_>) -> Result<Metadata> {
+    let mut metadata = Metadata::default();
     reader.fields(&[], |reader, key| {
         let value = reader.string()?;
         if key == "cfse" || key.starts_with("colibri.int4-rans") {
@@ -188,11 +197,13 @@ fn parse_metadata(reader: &mut Reader<'_>) -> Result<Vec<(String, String)>> {
             );
         }
         if key == STAMP_KEY {
-            stamps = parse_stamps(value.as_bytes()).context(|| STAMP_KEY)?;
+            metadata.stamps = parse_stamps(value.as_bytes()).context(|| STAMP_KEY)?;
+        } else if key == CALIBRATION_KEY {
+            metadata.calibration = Some(value.into_owned());
         }
         Ok(())
     })?;
-    Ok(stamps)
+    Ok(metadata)
 }
 
 /// The stamp is a JSON text inside the JSON: an object of tensor name to format name.
