@@ -76,23 +76,33 @@ fn run(args: &Args) -> Result<()> {
     }
     let plan = Plan::new(&request)?;
     let free = free_bytes(&request.to);
-    let (fetch_bytes, held_bytes) = plan.fetches(&request);
-    let outlook = match request.repo {
+    print_text(&(describe(&plan, &request, free) + &outlook(&plan, &request)?))?;
+    if args.has("--dry-run") {
+        return Ok(());
+    }
+    check_room(&plan, &request, free)?;
+    sys::catch_interrupts();
+    carry_out(plan, &request)
+}
+
+/// What there is to do, and how long it may take.
+fn outlook(plan: &Plan, request: &Request) -> Result<String> {
+    let (fetch_bytes, held_bytes) = plan.fetches(request);
+    Ok(match request.repo {
         _ if plan.outputs.is_empty() => "nothing is left to do\n".into(),
         Some(_) => format!(
             "{} to fetch, {} of it here at a time\n",
             gb(fetch_bytes as usize),
             gb(held_bytes as usize)
         ),
-        None => estimate(&plan, &request)?,
-    };
-    print_text(&(describe(&plan, &request, free) + &outlook))?;
-    let (bytes_in, bytes_out) = (plan.bytes_in(), plan.bytes_out());
-    if args.has("--dry-run") {
-        return Ok(());
-    }
-    let needed = bytes_out.saturating_add(request.keep_free_bytes);
-    let must_fit = bytes_out > 0 && !request.delete_source;
+        None => estimate(plan, request)?,
+    })
+}
+
+/// Refuses to begin what will not fit the drive.
+fn check_room(plan: &Plan, request: &Request, free: Option<u64>) -> Result<()> {
+    let needed = plan.bytes_out().saturating_add(request.keep_free_bytes);
+    let must_fit = plan.bytes_out() > 0 && !request.delete_source;
     if let Some(free) = free.filter(|free| must_fit && *free < needed) {
         bail!(
             "{}: {} free, {} are needed with what --keep-free keeps (--delete-source makes room as \
@@ -102,11 +112,17 @@ fn run(args: &Args) -> Result<()> {
             gb(needed as usize)
         );
     }
-    sys::catch_interrupts();
+    Ok(())
+}
+
+/// Converts, with progress on stderr.
+fn carry_out(plan: Plan, request: &Request) -> Result<()> {
+    let (bytes_in, bytes_out) = (plan.bytes_in(), plan.bytes_out());
+    let fetch_bytes = plan.fetches(request).0;
     let (start, mut bar) = (Instant::now(), Bar::new("converting"));
     let (mut fetching, mut fetched_bytes) = (Bar::new("fetching"), 0);
     let (mut done_bytes, mut files) = (0, 0);
-    convert::run(plan, &request, |event| match event {
+    convert::run(plan, request, |event| match event {
         Event::Fetched(bytes) => {
             fetched_bytes += bytes;
             let text = || progress(fetched_bytes as usize, fetch_bytes, start);
