@@ -119,33 +119,33 @@ def check_turns():
     """Messages, /more, /undo, /save, /load, /reset, aliases and mistakes."""
     first, second = "What is the weather?", "And the land?"
     ids = rendered(("system", "Be brief."), ("user", first))
-    reply, text = reply_to(ids, 16)
-    more, more_text = reply_to(ids + reply, 16)
+    reply, text = reply_to(ids, 4)
+    more, more_text = reply_to(ids + reply, 4)
     next_ids = behind(ids + reply + more, second)
-    _, next_text = reply_to(next_ids, 16)
+    _, next_text = reply_to(next_ids, 4)
     with tempfile.TemporaryDirectory() as directory:
         file = os.path.join(directory, "saved")
-        chat = Chat("--system", "Be brief.", "-n", "16", "--ctx", "512")
+        chat = Chat("--system", "Be brief.", "-n", "4", "--ctx", "512")
         assert "context 512 tokens, thinking off; /help" in chat.greeting, chat.greeting
         shown, notes = chat.reply(first)
-        assert shown == text and "cut at 16 tokens" in notes, (shown, notes)
-        for figure in [r"16 tokens, [\d.]+ tok/s", rf"prompt {len(ids)} tokens in",
+        assert shown == text and "cut at 4 tokens" in notes, (shown, notes)
+        for figure in [r"4 tokens, [\d.]+ tok/s", rf"prompt {len(ids)} tokens in",
                        r"experts \d+ % from memory, [\d.]+ \w+ read", r"drafts \d+ of \d+",
-                       rf"memory [\d.]+ \w+ at most · context {len(ids) + 16} of 512\]"]:
+                       rf"memory [\d.]+ \w+ at most · context {len(ids) + 4} of 512\]"]:
             assert re.search(figure, notes), (figure, notes)
         assert chat.reply("/more")[0] == more_text
-        assert f"has {len(ids) + 32} tokens" in chat.line(f"/save {file}")
+        assert f"has {len(ids) + 8} tokens" in chat.line(f"/save {file}")
         assert chat.reply(second)[0] == next_text
-        assert f"{len(ids) + 32} tokens remain" in chat.line("/undo")
+        assert f"{len(ids) + 8} tokens remain" in chat.line("/undo")
         assert chat.reply(second)[0] == next_text
         assert "0 tokens remain" in chat.line("/undo") + chat.line("/undo")
         assert "nothing was said that could be dropped" in chat.line("/undo")
         assert "nothing was said that could go on" in chat.line(":more")
-        assert f"resumes {len(ids) + 32} tokens saved" in chat.line(f"/load {file}")
+        assert f"resumes {len(ids) + 8} tokens saved" in chat.line(f"/load {file}")
         shown, notes = chat.reply(second)
         # The last token of the reply and the new turn; all else came out of the file.
         read = int(re.search(r"prompt (\d+) tokens", notes)[1])
-        assert shown == next_text and read <= len(next_ids) - len(ids) - 32 + 1, (shown, notes)
+        assert shown == next_text and read <= len(next_ids) - len(ids) - 8 + 1, (shown, notes)
         assert "a new conversation" in chat.line(":reset")
         assert chat.reply(first)[0] == text
         assert "did you mean /more?" in chat.line("/mor") and "// starts" in chat.line("/etc")
@@ -154,13 +154,13 @@ def check_turns():
         assert "saved one" in chat.line("/help") and "tok/s" in chat.line("/stats")
         assert chat.end(":q\n") == 0
 
-        chat = Chat("-n", "16", "--session", file)
+        chat = Chat("-n", "4", "--session", file)
         assert re.search(r"resumes \d+ tokens saved \d+ \w+ ago", chat.greeting), chat.greeting
         assert "deleting the file" in chat.greeting
         assert chat.reply(second)[0] == next_text
         assert chat.end("\x04") == 0
-        chat = Chat("-n", "16", "--session", file)
-        assert f"resumes {len(next_ids) + 16} tokens" in chat.greeting, chat.greeting
+        chat = Chat("-n", "4", "--session", file)
+        assert f"resumes {len(next_ids) + 4} tokens" in chat.greeting, chat.greeting
         assert chat.end("/quit\n") == 0
 
 
@@ -206,13 +206,15 @@ def check_interrupts():
     assert before > 0 and before + behind_it - len(ids) in (0, 1), (before, behind_it, len(ids))
     assert chat.end("\x04") == 0
 
-    ids = rendered(("user", "What is the weather?"))
+    # A text of which the model makes no end.
+    text = "Describe the sea and the whale."
+    ids = rendered(("user", text))
     long = reply_to(ids, 3000)[1]
     with tempfile.TemporaryDirectory() as directory:
         file = os.path.join(directory, "saved")
         chat = Chat("-n", "3000", "--threads", "1", "--session", file)
-        chat.type("What is the weather?\n")
-        shown = plain(chat.until("in the house")).split(PASTE_OFF)[1]
+        chat.type(f"{text}\n")
+        shown = plain(chat.until("the whale, the whale")).split(PASTE_OFF)[1]
         assert long.startswith(shown) and len(shown) < len(long), shown
         chat.type("\x03")
         # The terminal drops output that it has not shown yet, so what is on the screen has a gap.
@@ -249,16 +251,17 @@ def check_context():
 
 def check_looks():
     """Reasoning is dimmed, or marked where colours are not wanted."""
-    _, text = reply_to(rendered(("user", "Hello"), think=True), 60)
+    question = "What is the weather?"
+    _, text = reply_to(rendered(("user", question), think=True), 60)
     thought, answer = text.split("</think>")
     assert thought and answer, text
     chat = Chat("--think", "-n", "60")
-    assert chat.reply("Hello")[0] == f"{thought}\n\n{answer}"
+    assert chat.reply(question)[0] == f"{thought}\n\n{answer}"
     styled = chat.raw.replace("\r\n", "\n")
     assert f"\x1b[2m{thought}\x1b[0m\n\n{answer}" in styled, styled
     assert chat.end("\x04") == 0
     chat = Chat("--think", "-n", "60", NO_COLOR="1")
-    assert chat.reply("Hello")[0] == f"<think>{thought}</think>\n{answer}"
+    assert chat.reply(question)[0] == f"<think>{thought}</think>\n{answer}"
     assert not re.search(r"\x1b\[\d*m", chat.raw), chat.raw
     assert chat.end("\x04") == 0
 
