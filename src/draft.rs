@@ -22,6 +22,7 @@
 
 #![forbid(unsafe_code)]
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 /// Most drafts of one pass.
@@ -39,8 +40,8 @@ const WITHOUT_PASSES: u32 = 8;
 /// Drafts must promise this much more tokens a second: of two rates that are measured, the one that
 /// luck made larger is the one that is chosen.
 const GAIN_MIN: f64 = 1.1;
-/// Lengths of the text's end that are looked for in what came before, longest first.
-const MATCH_TOKENS: [usize; 3] = [4, 3, 2];
+/// Least and most tokens of the text's end that are looked for in what came before.
+const MATCH_TOKENS: RangeInclusive<usize> = 2..=4;
 
 /// Where drafts come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -265,18 +266,24 @@ impl Drafter {
     }
 }
 
-/// What followed the last tokens where they last stood in the text before: at most `most` tokens,
-/// none where they did not.
+/// What followed the last tokens where most of them last stood in the text before: at most `most`
+/// tokens, none where they did not. The text is passed once, in microseconds, because a pass is
+/// also made where nothing is found.
 pub fn look_up(text: &[u32], most: usize) -> &[u32] {
-    for length in MATCH_TOKENS {
-        let Some(start) = text.len().checked_sub(length) else { continue };
-        let (before, end) = (&text[..text.len() - 1], &text[start..]);
-        if let Some(at) = before.windows(length).rposition(|window| window == end) {
-            let rest = &text[at + length..];
-            return &rest[..rest.len().min(most)];
+    let Some(last) = text.len().checked_sub(1) else { return &[] };
+    let (mut length, mut behind) = (MATCH_TOKENS.start() - 1, text.len());
+    for at in (0..last).rev().filter(|at| text[*at] == text[last]) {
+        let pairs = (0..(at + 1).min(*MATCH_TOKENS.end())).map(|i| (text[at - i], text[last - i]));
+        let same = pairs.take_while(|(before, end)| before == end).count();
+        if same > length {
+            (length, behind) = (same, at + 1);
+        }
+        if same == *MATCH_TOKENS.end() {
+            break;
         }
     }
-    &[]
+    let rest = &text[behind..];
+    &rest[..rest.len().min(most)]
 }
 
 #[cfg(test)]
@@ -289,6 +296,8 @@ mod tests {
         assert_eq!(look_up(&[1, 2, 5, 6, 1, 2, 8, 6, 1, 2], 2), [8, 6]);
         assert_eq!(look_up(&[1, 2, 3, 4], 3), [0u32; 0]);
         assert_eq!(look_up(&[4, 4, 4], 3), [4]);
+        assert_eq!(look_up(&[1, 2, 3, 4, 5, 9, 2, 3, 4, 5, 7, 1, 2, 3, 4, 5], 2), [7, 1]);
+        assert_eq!(look_up(&[8, 5, 2, 5], 3), [0u32; 0]);
         assert_eq!(look_up(&[], 3), [0u32; 0]);
     }
 
