@@ -258,9 +258,14 @@ impl Member<'_, '_> {
     /// Takes note of rows that are committed, of the time of the pass where that is theirs, and of
     /// what was read by then.
     fn note(&mut self, rows: &Rows, pass: Option<Duration>, counters: Counters) -> Result<()> {
-        if !rows.is_step {
-            return self.session.follow();
+        if rows.is_step {
+            self.note_drafts(rows, pass, counters);
         }
+        // Behind every pass: also while others draft, what waits for the head stays bounded.
+        self.session.follow()
+    }
+
+    fn note_drafts(&mut self, rows: &Rows, pass: Option<Duration>, counters: Counters) {
         let drafts = &rows.batch[1..];
         let wrong = rows.batch.len() + rows.start - self.session.tokens.len();
         let accepted = drafts.len() - wrong;
@@ -269,7 +274,6 @@ impl Member<'_, '_> {
         let read = Duration::from_nanos(counters.busy_ns / counters.misses.max(1));
         let times = pass.map(|pass| Times { pass, reads, read, ..rows.times });
         self.session.drafter.record(rows.source, [drafts.len(), accepted], times);
-        Ok(())
     }
 }
 
@@ -332,7 +336,6 @@ impl Session<'_> {
         }
         let count = if has_head { self.drafter.count(Source::Head, most) } else { 0 };
         if count == 0 {
-            self.follow()?;
             return Ok(None);
         }
         let start = Instant::now();
